@@ -1,0 +1,187 @@
+"""The entry point of ``torch.compile(model, backend="fp8")``: options, passes, Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import copy
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.fx
+from functorch.compile import make_boxed_func
+from torch._functorch import config as functorch_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import fp8compile
+from fp8compile.debug import DebugFolder
+from fp8compile.options import Options
+from fp8compile.passes import (
+    JOINT_PASSES,
+    POST_GRAD_PASSES,
+    GraphInput,
+    Pass,
+    PassContext,
+    qualified_name,
+    run_passes,
+)
+from fp8compile.passes.dataflow import is_tangent
+from fp8compile.passes.inductor_decompositions import tracing_decompositions
+from fp8compile.report import GraphReport, Report
+
+log = logging.getLogger("fp8compile")
+
+Listener = Callable[[GraphReport, torch.fx.Graph, torch.fx.Graph, PassContext], None]
+_listeners: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("fp8compile_listeners", default=())
+
+
+def fp8(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a captured graph with FP8 matmuls; a TorchDynamo backend.
+
+    Use it as ``torch.compile(model, backend="fp8")``. ``options`` are those of :data:`fp8compile.options.OPTIONS` and of
+    Inductor; ``mode`` is Inductor's.
+
+    Raises:
+        OptionError: for an unknown option or a value that it does not take.
+    """
+    parsed = Options.parse(options, mode)
+    debug = DebugFolder.create(parsed.debug)
+    inputs = _graph_inputs(gm, example_inputs)
+    patches = {
+        **parsed.config_patches(),
+        "joint_custom_pre_pass": _JointPass(parsed, inputs, debug),
+        "post_grad_custom_pre_pass": _PostGradPass(parsed, inputs, debug),
+    }
+    engine: dict[str, Any] = {"inner_compile": _run_op_by_op} if parsed.engine == "eager" else {}
+    # AOTAutograd's cache would return a compiled graph without running our passes, and with them the report;
+    # Inductor's own cache, which holds the expensive part, stays on.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(
+            gm, example_inputs, config_patches=patches, decompositions=tracing_decompositions(), **engine
+        )
+
+
+@contextlib.contextmanager
+def collect_reports(listener: Listener | None = None) -> Iterator[Report]:
+    """Gather a report of every graph that is compiled inside the ``with`` block.
+
+    ``listener`` sees each graph's report, the joint graph before and after our passes, and the passes' context.
+    """
+    report = Report()
+
+    def gather(
+        graph_report: GraphReport, before: torch.fx.Graph, after: torch.fx.Graph, context: PassContext
+    ) -> None:
+        report.graphs.append(graph_report)
+        if listener is not None:
+            listener(graph_report, before, after, context)
+
+    token = _listeners.set((*_listeners.get(), gather))
+    try:
+        yield report
+    finally:
+        _listeners.reset(token)
+
+
+class _Pass(CustomGraphPass):
+    """A list of our passes as Inductor calls it. ``uuid`` covers all that the rewritten graph depends on besides the graph."""
+
+    passes: list[Pass]
+
+    def __init__(self, options: Options, inputs: tuple[GraphInput, ...], debug: DebugFolder) -> None:
+        self.options = options
+        self.inputs = inputs
+        self.debug = debug
+
+    def uuid(self) -> str | None:
+        fingerprint = self.options.fingerprint()
+        if fingerprint is None:
+            return None
+        key = (source_fingerprint(), fingerprint, self.inputs, [p.__name__ for p in self.passes])
+        return hashlib.sha256(repr(key).encode()).hexdigest()
+
+    def context(self) -> PassContext:
+        return PassContext(self.options.policy, self.options.recipe, self.options.target, self.inputs)
+
+    def run(self, graph: torch.fx.Graph, context: PassContext, prefix: str) -> None:
+        self.debug.write_graph(f"{prefix}_before", graph)
+        run_passes(
+            self.passes,
+            graph,
+            context,
+            check=self.options.verify,
+            after_each=lambda name, g: self.debug.write_graph(f"{prefix}_after_{name}", g),
+        )
+
+
+class _JointPass(_Pass):
+    passes = JOINT_PASSES
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        context = self.context()
+        has_backward = any(is_tangent(node) for node in graph.nodes if node.op == "placeholder")
+        before = copy.deepcopy(graph) if _listeners.get() else graph
+        self.run(graph, context, "joint")
+        report = GraphReport.of(context, has_backward)
+        self.debug.write_report(report)
+        _log(report)
+        for listener in _listeners.get():
+            listener(report, before, graph, context)
+
+
+class _PostGradPass(_Pass):
+    passes = POST_GRAD_PASSES
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.run(graph, self.context(), "post_grad")
+
+
+def _run_op_by_op(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """The engine ``"eager"``: the rewritten graph, one operator at a time."""
+    return make_boxed_func(gm.forward)
+
+
+def _graph_inputs(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphInput, ...]:
+    """Name of each input in the user's program, and whether it is a parameter or buffer of a module."""
+    inputs = []
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for node, example in zip(placeholders, example_inputs, strict=False):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        name = getattr(source, "name", str(node.target))
+        path = str(name() if callable(name) else name)
+        static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+        inputs.append(GraphInput(qualified_name(path) or path, isinstance(example, torch.nn.Parameter) or static))
+    return tuple(inputs)
+
+
+def _log(report: GraphReport) -> None:
+    summary = Report([report])
+    if summary.in_fp8 or not report.rows:
+        log.info("%s", summary.summary())
+        return
+    reasons = "; ".join(f"{count} {reason}" for reason, count in summary.kept.items())
+    level = logging.INFO if set(summary.kept) == {"policy: none"} else logging.WARNING
+    log.log(level, "nothing in this graph goes to FP8: %s", reasons)
+
+
+@functools.cache
+def source_fingerprint() -> str:
+    """A hash of the package's source: another version of the passes never finds this one's compiled graphs."""
+    digest = hashlib.sha256()
+    for module in (fp8compile, fp8compile.passes):
+        for folder in module.__path__:
+            for path in sorted(Path(folder).glob("*.py")):
+                digest.update(path.read_bytes())
+    return digest.hexdigest()

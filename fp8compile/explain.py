@@ -1,0 +1,70 @@
+"""``explain``: what ``backend="fp8"`` would do with a model, without compiling kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from fp8compile.backend import collect_reports, fp8
+from fp8compile.report import Report
+from fp8compile.saved import measure_saved_bytes
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Report:
+    """Print and return the report of ``model`` on these inputs: for every matmul and collective, FP8 or not and why.
+
+    The model runs once, forward, op by op. Training is assumed where gradients are enabled and something requires one.
+
+    Args:
+        model: a module or function; if it was compiled with ``backend="fp8"``, its options are used.
+        *args, **kwargs: its inputs.
+        options: as for ``torch.compile``; default: those that ``model`` was compiled with.
+
+    Returns:
+        The report; ``report.rows`` has one row per site, ``report.graph_breaks`` a reason per break.
+    """
+    original, compiled_with = _uncompiled(model)
+    chosen = {**(compiled_with if options is None else options), "engine": "eager"}
+    torch._dynamo.reset()
+    before = dict(counters["graph_break"])
+    with collect_reports(measure_saved_bytes) as report:
+        torch.compile(original, backend=fp8, options=chosen)(*args, **kwargs)
+    for reason, count in counters["graph_break"].items():
+        report.graph_breaks += [reason] * (count - before.get(reason, 0))
+    torch._dynamo.reset()
+    print(report)
+    return report
+
+
+def _uncompiled(model: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The model that was compiled, and the options it was compiled with if that was with our backend."""
+    original = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None)
+    candidates = [model, getattr(model, "_compiled_call_impl", None), getattr(model, "dynamo_ctx", None)]
+    for candidate in candidates:
+        wrapper = _backend_of(candidate)
+        if wrapper is not None and getattr(wrapper, "compiler_fn", None) is fp8:
+            return original or model, {**wrapper.kwargs.get("options", {}), **_mode(wrapper.kwargs)}
+    return original or model, {}
+
+
+def _mode(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"mode": kwargs["mode"]} if "mode" in kwargs else {}
+
+
+def _backend_of(candidate: Any) -> Any:
+    """The wrapped backend that ``torch.compile`` put into what it returned."""
+    context = getattr(candidate, "dynamo_ctx", candidate)
+    for name in ("_torchdynamo_orig_backend", "callback"):
+        found = getattr(context, name, None)
+        while found is not None and not hasattr(found, "compiler_fn"):
+            found = getattr(found, "_torchdynamo_orig_backend", None)
+        if found is not None:
+            return found
+    return None
+
+

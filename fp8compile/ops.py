@@ -1,0 +1,130 @@
+"""The operators of a rewritten graph, ``torch.ops.fp8compile.*``: schema, shape rule and reference kernel.
+
+They are what a dumped graph consists of, they run on any device, and they are what the lower pass turns into kernels.
+All matrices may have one batch dimension in front. Both operands of ``scaled_mm`` lie with the contraction last
+(K-major), which is what Hopper's FP8 tensor cores read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fp8compile import formulas
+from fp8compile.formulas import aten
+
+_LIBRARY = torch.library.Library("fp8compile", "DEF")
+
+
+def padded_size(size: Any, multiple: int) -> Any:
+    """``size`` rounded up to a multiple; works on ``int`` and ``SymInt``."""
+    return size if multiple == 1 else (size + multiple - 1) // multiple * multiple
+
+
+_LIBRARY.define(
+    "compute_scale(Tensor x, int[] dims, ScalarType dtype, bool power_of_two) -> Tensor", tags=[torch.Tag.pt2_compliant_tag]
+)
+_LIBRARY.define(
+    "quantize(Tensor x, Tensor scale, ScalarType dtype, bool transpose, int[2] multiples) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_LIBRARY.define(
+    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, bool fast) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+@torch.library.impl(_LIBRARY, "compute_scale", "CompositeExplicitAutograd")
+def compute_scale(x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+    """The scale of ``x`` for ``dtype``, one for each group of elements along ``dims``.
+
+    Args:
+        x: any float tensor.
+        dims: dimensions that share a scale; they are kept with size 1.
+        dtype: an FP8 dtype. power_of_two: round up to powers of two.
+
+    Returns:
+        float32, ``max(amax(|x|) / largest(dtype), 2**-126)``; not finite where the group is not.
+    """
+    if any(x.shape[dim] == 0 for dim in dims):  # the amax of nothing is zero
+        shape = [1 if dim in [d % x.dim() for d in dims] else size for dim, size in enumerate(x.shape)]
+        return x.new_full(shape, formulas.SMALLEST_SCALE, dtype=torch.float32)
+    return formulas.compute_scale(formulas.apply, x, dims, dtype, power_of_two)
+
+
+@torch.library.impl(_LIBRARY, "quantize", "CompositeExplicitAutograd")
+def quantize(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transpose: bool, multiples: Sequence[int]
+) -> torch.Tensor:
+    """``sat(round_nearest_even(x / scale))``, laid out for a GEMM.
+
+    Args:
+        x: ``[..., R, C]``, any strides. scale: float32, broadcastable to ``x``. dtype: an FP8 dtype.
+        transpose: write ``[..., C, R]``.
+        multiples: round the last two sizes of the result up to these multiples, filling with zeros.
+
+    Returns:
+        Contiguous FP8 data; ``data * scale ≈ x``.
+    """
+    data = formulas.quantize(formulas.apply, x, scale, dtype)
+    data = data.mT if transpose else data
+    rows, columns = (padded_size(size, m) - size for size, m in zip(data.shape[-2:], multiples, strict=True))
+    if rows or columns:
+        data = aten.constant_pad_nd.default(data.contiguous().view(torch.uint8), [0, columns, 0, rows], 0).view(dtype)
+    return data.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.impl(_LIBRARY, "scaled_mm", "CompositeExplicitAutograd")
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b)ᵀ + bias``.
+
+    Args:
+        a: FP8 ``[..., M, K]``. b: FP8 ``[..., N, K]``.
+        scale_a: float32 ``[..., M or 1, 1]``. scale_b: float32 ``[..., N or 1, 1]``.
+        bias: ``[N]``, added before rounding.
+        out_dtype: of the result ``[..., M, N]``.
+        fast: sums may stay in the tensor core's accumulator. The reference always sums in float32.
+    """
+    return formulas.scaled_mm(formulas.apply, a, b, scale_a, scale_b, bias, out_dtype, a.dim())
+
+
+@torch.library.register_fake("fp8compile::compute_scale", lib=_LIBRARY)
+def _(x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+    reduced = {dim % x.dim() for dim in dims}
+    return x.new_empty([1 if dim in reduced else size for dim, size in enumerate(x.shape)], dtype=torch.float32)
+
+
+@torch.library.register_fake("fp8compile::quantize", lib=_LIBRARY)
+def _(
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transpose: bool, multiples: Sequence[int]
+) -> torch.Tensor:
+    *batch, rows, columns = x.mT.shape if transpose else x.shape
+    return x.new_empty([*batch, padded_size(rows, multiples[0]), padded_size(columns, multiples[1])], dtype=dtype)
+
+
+@torch.library.register_fake("fp8compile::scaled_mm", lib=_LIBRARY)
+def _(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    return a.new_empty([*a.shape[:-1], b.shape[-2]], dtype=out_dtype)
+
+
+COMPUTE_SCALE = torch.ops.fp8compile.compute_scale.default
+QUANTIZE = torch.ops.fp8compile.quantize.default
+SCALED_MM = torch.ops.fp8compile.scaled_mm.default

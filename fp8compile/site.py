@@ -1,0 +1,120 @@
+"""Sites: the places in a graph that could run in FP8, as policies and reports see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fp8compile.recipe import Gemm, Operand, Recipe, Role
+
+Kind = Literal["linear", "product", "attention", "convolution", "vector", "integer", "scaled", "opaque"]
+"""What a matmul multiplies: a parameter with data (``linear``), two computed tensors (``product``), an attention op, a
+convolution, a matrix-vector product, integers, operands that are already scaled FP8, or something inside a control-flow
+region that we do not rewrite (``opaque``)."""
+
+
+@dataclass(frozen=True)
+class MatmulSite:
+    """One matmul of a graph.
+
+    Attributes:
+        name: the node's name in the joint graph.
+        op: the operator, for example ``"addmm"``.
+        kind: see :data:`Kind`.
+        role: which of a layer's three GEMMs it is.
+        module: name of the module it came from, as in ``model.named_modules()``; ``""`` for the root.
+        module_class: that module's class name.
+        weight: name of the parameter it multiplies or whose gradient it computes, if there is one.
+        operands: what the two operands are.
+        batch, m, n, k: ``[batch, m, k] @ [batch, k, n]``, elements; a dynamic dimension is represented by the value it
+            had while tracing.
+        dynamic: which of ``"batch" "m" "n" "k"`` are dynamic.
+        dtypes: of the operands.
+        out_dtype: of the result.
+        traits: what is known about its place in the model: ``"logits"``, ``"router"``, ``"tied_embedding"``.
+    """
+
+    name: str
+    op: str
+    kind: Kind
+    role: Role
+    module: str
+    module_class: str
+    weight: str | None
+    operands: tuple[Operand, Operand]
+    batch: int
+    m: int
+    n: int
+    k: int
+    dynamic: frozenset[str]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    out_dtype: torch.dtype
+    traits: frozenset[str] = frozenset()
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations: 2·batch·m·n·k."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+    @property
+    def shape(self) -> str:
+        """``M×N×K`` for people, with a batch in front where there is one and ``~`` before dynamic sizes."""
+        sizes = {"m": self.m, "n": self.n, "k": self.k}
+        text = "×".join(f"{'~' if key in self.dynamic else ''}{value}" for key, value in sizes.items())
+        return text if self.batch == 1 else f"{'~' if 'batch' in self.dynamic else ''}{self.batch}·{text}"
+
+
+@dataclass(frozen=True)
+class CollectiveSite:
+    """One collective of a graph.
+
+    Attributes:
+        name: the node's name. op: the functional collective, for example ``"all_gather_into_tensor"``.
+        module: name of the module it came from. shape, dtype: of the tensor that is sent. group: process group's name.
+    """
+
+    name: str
+    op: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: str
+
+
+Site = MatmulSite | CollectiveSite
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a site: FP8 with a recipe, or kept in high precision. There is always a reason.
+
+    ``if_faster`` leaves the last word to the cost model of the target.
+    """
+
+    recipe: Recipe | None
+    reason: str
+    if_faster: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.reason:
+            raise ValueError("Decision: a reason is required")
+
+    @property
+    def fp8(self) -> bool:
+        return self.recipe is not None
+
+    def gemm(self, role: Role) -> Gemm | None:
+        """The FP8 GEMM for ``role``, or None if the site is kept."""
+        return self.recipe.gemm(role) if self.recipe else None
+
+
+def use(recipe: Recipe, reason: str, *, if_faster: bool = False) -> Decision:
+    """Run the site in FP8 with ``recipe``."""
+    return Decision(recipe, reason, if_faster)
+
+
+def keep(reason: str) -> Decision:
+    """Keep the site in high precision."""
+    return Decision(None, reason)

@@ -1,0 +1,70 @@
+"""Adds nodes to a graph, each with the fake value that Inductor expects in ``meta["val"]``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
+
+INHERITED = (
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "source_fn_stack",
+    "stack_trace",
+    "original_aten",
+    "from_node",
+    "seq_nr",
+    "partitioner_tag",
+    "autograd_backward",
+    "recompute",
+    "ac_graph_id",
+    "custom",
+)
+"""What a new node takes over from the node it is made for."""
+
+
+class Builder:
+    """Inserts calls one after another, behind ``after`` or in front of ``before``, on behalf of the node ``owner``."""
+
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        owner: torch.fx.Node,
+        *,
+        after: torch.fx.Node | None = None,
+        before: torch.fx.Node | None = None,
+        tag: str | None = None,
+    ) -> None:
+        self.graph = graph
+        self.owner = owner
+        self.after = self._behind_placeholders(after) if after is not None else None
+        self.before = before
+        self.tag = tag
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """Insert ``target(*args, **kwargs)``."""
+        where = self.graph.inserting_after(self.after) if self.after is not None else self.graph.inserting_before(self.before)
+        with where:
+            node = self.graph.call_function(target, args, kwargs)
+        if self.after is not None:
+            self.after = node
+        node.meta = {key: self.owner.meta[key] for key in INHERITED if key in self.owner.meta}
+        node.meta["val"] = self._value(node)
+        if self.tag is not None:
+            node.meta["partitioner_tag"] = self.tag
+        return node
+
+    def _value(self, node: torch.fx.Node) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+        mode = next((v.fake_mode for v in pytree.tree_leaves(args) if isinstance(v, FakeTensor)), None)
+        if mode is None:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        with mode:
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _behind_placeholders(self, node: torch.fx.Node) -> torch.fx.Node:
+        while node.op == "placeholder" and node.next.op == "placeholder":
+            node = node.next
+        return node

@@ -1,0 +1,89 @@
+"""Which casts a set of FP8 matmuls needs, and which of them are the same cast.
+
+An operand is traced back through views, transposes and dtype conversions to the tensor it shows. What remains is a
+*matrix* (the operand, or its transpose, as a view of that tensor) and how the GEMM wants to read it. Casts are equal when
+the matrix, the cast and the layout are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from fp8compile.passes.context import FoundMatmul
+from fp8compile.passes.dataflow import Step, is_transposed, root, size_hint, steps, value
+from fp8compile.recipe import Cast
+
+
+@dataclass(frozen=True)
+class CastPlan:
+    """One operand of one FP8 GEMM.
+
+    Attributes:
+        operand: the node the matmul reads.
+        source: the tensor it is a view of, before any conversion. views: how it gets from there to the matrix.
+        transpose: whether the GEMM reads the matrix transposed.
+        dims: of the matrix, the dimensions that share a scale.
+        cast: dtype and scale rule.
+        multiples: what rows and columns of the data are padded to.
+    """
+
+    operand: torch.fx.Node
+    source: torch.fx.Node
+    views: tuple[Step, ...]
+    transpose: bool
+    dims: tuple[int, ...]
+    cast: Cast
+    multiples: tuple[int, int]
+
+    @property
+    def matrix_key(self) -> tuple[Any, ...]:
+        return (self.source, *((kind, argument) for kind, argument, _ in self.views))
+
+    @property
+    def scale_key(self) -> tuple[Any, ...]:
+        return (self.matrix_key, self.dims, self.cast.dtype, self.cast.power_of_two)
+
+    @property
+    def data_key(self) -> tuple[Any, ...]:
+        return (self.scale_key, self.transpose, self.multiples)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(size_hint(size) for size in value(self.operand).shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element of what the cast reads."""
+        return value(self.source).dtype.itemsize
+
+
+def plan_casts(found: FoundMatmul, alignment: int) -> tuple[CastPlan, CastPlan]:
+    """The casts of both operands of a matmul that is to run in FP8."""
+    gemm = found.gemm
+    assert gemm is not None and found.first is not None and found.second is not None
+    return (
+        _plan(found.first, gemm.first, contraction=-1, multiples=(1, alignment)),
+        _plan(found.second, gemm.second, contraction=-2, multiples=(alignment, alignment)),
+    )
+
+
+def _plan(operand: torch.fx.Node, cast: Cast, contraction: int, multiples: tuple[int, int]) -> CastPlan:
+    kept, contracted = [value(operand).shape[d] for d in ((-2, -1) if contraction == -1 else (-1, -2))]
+    needed = tuple(1 if _divides(m, size) else m for m, size in zip(multiples, (kept, contracted), strict=True))
+    views = steps(operand)
+    if views and is_transposed(views[-1]):
+        views, contraction = views[:-1], -3 - contraction
+    rank = value(operand).dim()
+    dims = (contraction % rank,) if cast.granularity == "rowwise" else tuple(range(rank))
+    return CastPlan(operand, root(operand), tuple(views), contraction == -2, dims, cast, needed)
+
+
+
+
+def _divides(multiple: int, size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size % multiple == 0

@@ -1,0 +1,179 @@
+"""Decide: FP8 or not for every site, and why: the policy, then what the target can run, then what it gains."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import networkx
+import torch.fx
+
+from fp8compile.hardware import Chip
+from fp8compile.passes.casts import CastPlan, plan_casts
+from fp8compile.passes.context import FoundMatmul, PassContext, PassRecord
+from fp8compile.passes.dataflow import HIGH_PRECISION
+from fp8compile.site import MatmulSite, keep
+
+WORTH_PADDING = 1.25
+"""A GEMM is padded to the target's alignment if that adds at most a quarter to its work; else it is kept."""
+
+
+def decide(graph: torch.fx.Graph, context: PassContext, record: PassRecord) -> None:
+    """Decide for every site; sets ``decision`` on what ``find_sites`` found."""
+    for collective in context.collectives:
+        collective.decision = context.policy.decide(collective.site, context.recipe)
+    for found in context.matmuls:
+        found.decision = context.policy.decide(found.site, context.recipe)
+        if found.decision.recipe is None:
+            continue
+        recipe = found.decision.recipe
+        if found.gemm is None:
+            found.decision = keep(f"recipe {recipe} keeps {found.site.role} in high precision")
+        elif reason := cannot_run(found, context.chip):
+            found.decision = keep(reason)
+        else:
+            found.notes += _padding(found.site, context.chip)
+    keep_what_loses(context)
+    for found in context.matmuls:
+        assert found.decision is not None
+        if found.decision.fp8:
+            record.matched += 1
+        else:
+            record.skipped[found.decision.reason] += 1
+
+
+def cannot_run(found: FoundMatmul, chip: Chip) -> str | None:
+    """Why the target cannot run this matmul in FP8, or None if it can."""
+    site, gemm = found.site, found.gemm
+    assert gemm is not None
+    if found.first is None or found.second is None:
+        return f"{site.op} has no FP8 form"
+    if not set(site.dtypes) <= HIGH_PRECISION or site.out_dtype not in HIGH_PRECISION:
+        return f"operands are {' and '.join(sorted({str(d).removeprefix('torch.') for d in site.dtypes}))}"
+    if site.operands == ("weight", "weight"):
+        return "both operands are parameters"
+    if reason := chip.refuses(gemm.first.dtype, gemm.second.dtype):
+        return reason
+    if site.batch * site.m * site.n * site.k == 0:
+        return "empty: a dimension is zero"
+    if "n" in site.dynamic:
+        return f"N is dynamic: {chip.name} needs a multiple of {chip.alignment}, and only K can be padded by a dynamic amount"
+    return _too_small(site, chip) or _wasteful(site, chip)
+
+
+def _too_small(site: MatmulSite, chip: Chip) -> str | None:
+    features = {"m": "output features", "n": "columns", "k": "contraction"}
+    # the tokens are a GEMM's M in fprop and dgrad, where any number will do
+    checked = "nk" if site.role != "wgrad" or site.kind != "linear" else "mnk"
+    for key in checked:
+        if (size := getattr(site, key)) < chip.alignment and key not in site.dynamic:
+            return f"{features[key]} {key.upper()}={size} below {chip.name}'s FP8 minimum of {chip.alignment}"
+    return None
+
+
+def _wasteful(site: MatmulSite, chip: Chip) -> str | None:
+    sizes = {key: getattr(site, key) for key in "nk" if key not in site.dynamic}
+    growth = math.prod(_aligned(size, chip) / size for size in sizes.values())
+    if growth <= WORTH_PADDING:
+        return None
+    shape = ", ".join(f"{key.upper()} {size}→{_aligned(size, chip)}" for key, size in sizes.items())
+    return f"padding to multiples of {chip.alignment} ({shape}) would add {growth - 1:.0%} to its work"
+
+
+def _padding(site: MatmulSite, chip: Chip) -> list[str]:
+    notes = []
+    for key in "nk":
+        size = getattr(site, key)
+        if key in site.dynamic:
+            notes.append(f"{key.upper()} padded to a multiple of {chip.alignment}")
+        elif size % chip.alignment:
+            notes.append(f"{key.upper()} padded {size}→{_aligned(size, chip)}")
+    return notes
+
+
+def _aligned(size: int, chip: Chip) -> int:
+    return -(-size // chip.alignment) * chip.alignment
+
+
+def gemm_gain(site: MatmulSite, chip: Chip) -> float:
+    """Seconds that the GEMM alone saves in FP8, casts not counted."""
+    sizes = (site.batch, site.m, site.n, site.k)
+    high = chip.matmul_seconds(*sizes, fp8=False, out_bytes=site.out_dtype.itemsize)
+    return high - chip.matmul_seconds(*sizes, fp8=True, out_bytes=site.out_dtype.itemsize)
+
+
+def cast_costs(plan: CastPlan, chip: Chip) -> dict[Any, float]:
+    """Seconds for the scale and for the data of one operand, by the key under which other operands share them.
+
+    A tensorwise scale is a pass of its own over the tensor; a rowwise scale comes with the cast that follows it.
+    """
+    read, written = plan.elements * plan.itemsize, plan.elements
+    own_pass = len(plan.dims) > 1
+    return {
+        plan.scale_key: chip.memory_seconds(read) if own_pass else 0.0,
+        plan.data_key: chip.memory_seconds(read + written),
+    }
+
+
+def keep_what_loses(context: PassContext) -> None:
+    """Among the sites that run in FP8 only if that is faster, choose those that together gain most, and keep the others.
+
+    A cast is paid once however many GEMMs read it, so GEMMs cannot be judged one by one. Choosing a set that maximizes
+    the gains of its members minus the costs of the casts they need is the project-selection problem, which a minimum cut
+    solves exactly: source → site (gain), site → cast (infinite), cast → sink (cost), and source → cast instead of
+    site → cast for the losses of a site.
+    """
+    graph = networkx.DiGraph()
+    open_sites: dict[int, tuple[FoundMatmul, float]] = {}
+    paid: set[Any] = set()
+    chip = context.chip
+    in_fp8 = [(i, found, found.decision) for i, found in enumerate(context.matmuls) if found.gemm is not None]
+    for _, found, decision in in_fp8:
+        if decision and not decision.if_faster:
+            paid.update(key for plan in plan_casts(found, chip.alignment) for key in cast_costs(plan, chip))
+    for index, found, decision in in_fp8:
+        if not decision or not decision.if_faster:
+            continue
+        gain = gemm_gain(found.site, chip)
+        open_sites[index] = (found, gain)
+        costs: dict[Any, float] = {}
+        for plan in plan_casts(found, chip.alignment):
+            costs |= cast_costs(plan, chip)
+        if gain > 0:
+            graph.add_edge("source", index, capacity=gain)
+        else:
+            graph.add_edge(index, "sink", capacity=-gain)
+        for key, cost in costs.items():
+            if key not in paid:
+                graph.add_edge(index, key)
+                graph.add_edge(key, "sink", capacity=cost)
+    chosen = _source_side(graph)
+    for index, (found, gain) in open_sites.items():
+        assert found.decision is not None
+        if index in chosen and gain > 0:
+            found.decision = dataclasses.replace(found.decision, if_faster=False)
+        else:
+            found.decision = keep(_loses(found, gain, chip))
+
+
+def _source_side(graph: networkx.DiGraph) -> set[Any]:
+    """The source's side of a minimum cut; each connected component is solved by itself, which keeps this linear."""
+    if "source" not in graph or "sink" not in graph:
+        return set(graph)
+    inner = graph.subgraph(set(graph) - {"source", "sink"})
+    chosen: set[Any] = set()
+    for component in networkx.weakly_connected_components(inner):
+        part = graph.subgraph(component | {"source", "sink"})
+        chosen |= networkx.minimum_cut(part, "source", "sink")[1][0]
+    return chosen
+
+
+def _loses(found: FoundMatmul, gain: float, chip: Chip) -> str:
+    costs: dict[Any, float] = {}
+    for plan in plan_casts(found, chip.alignment):
+        costs |= cast_costs(plan, chip)
+    spent = sum(costs.values())
+    return f"slower on {chip.name}: FP8 saves {max(gain, 0) * 1e6:.1f} µs of GEMM, its casts cost {spent * 1e6:.1f} µs"
+
+

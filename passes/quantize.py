@@ -1,0 +1,193 @@
+"""Quantize: replace each matmul that was decided for FP8 by casts and a scaled matmul.
+
+One cast per tensor and use: operands that show the same tensor in the same layout share it, and it reads the tensor as it
+was before dtype conversions. A cast that only the backward needs is placed so that backward keeps the fewest bytes: in the
+forward, which then saves FP8, or in the backward where its source is saved or free anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+from fp8compile import ops
+from fp8compile.passes.builder import Builder
+from fp8compile.passes.casts import CastPlan, plan_casts
+from fp8compile.passes.context import FoundMatmul, PassContext, PassRecord
+from fp8compile.passes.dataflow import RESHAPES, family, is_backward, is_transposed, origins, steps, value
+from fp8compile.recipe import Operand
+
+aten = torch.ops.aten
+
+MUST_BE_IN_BACKWARD = "must_be_in_backward"
+"""The partitioner's tag for a node that it must not move into the forward."""
+
+
+def quantize(graph: torch.fx.Graph, context: PassContext, record: PassRecord) -> None:
+    """Insert ``compute_scale``, ``quantize`` and ``scaled_mm`` for every site decided for FP8."""
+    chosen = [found for found in context.matmuls if found.gemm is not None]
+    if not chosen:
+        return
+    writer = _CastWriter(graph, context, chosen)
+    for found in chosen:
+        _replace(graph, found, writer, context.chip.alignment)
+        record.matched += 1
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+class _CastWriter:
+    """Writes casts into the graph, each once."""
+
+    def __init__(self, graph: torch.fx.Graph, context: PassContext, chosen: list[FoundMatmul]) -> None:
+        self.graph = graph
+        self.context = context
+        self.origin = origins(graph, context.inputs)
+        self.made: dict[Any, torch.fx.Node] = {}
+        plans = [(found, plan) for found in chosen for plan in plan_casts(found, context.chip.alignment)]
+        recomputed = {plan.source for found, plan in plans if "recompute" in found.node.meta}
+        replaced = {found.node for found in chosen}
+        self.saved_as_fp8 = {
+            plan.source: plan.source not in recomputed and not _kept_for_backward(plan.source, replaced)
+            for found, plan in plans
+            if is_backward(found.node) and self.origin[plan.source] == "input"
+        }
+
+    def write(self, plan: CastPlan, found: FoundMatmul, kind: Operand) -> tuple[torch.fx.Node, torch.fx.Node]:
+        """-> FP8 data as the GEMM reads it, and its scale as the GEMM reads it."""
+        late = self._belongs_in_backward(plan, found)
+        matrix = self._matrix(plan, found, late)
+        scale = self._scale(plan, found, late, matrix)
+        cast = plan.cast
+        data = self._once(
+            (plan.data_key, late),
+            lambda build: build.call(ops.QUANTIZE, matrix, scale, cast.dtype, plan.transpose, list(plan.multiples)),
+            after=max(matrix, scale),
+            found=found,
+            late=late,
+            counted=f"{kind} in {'backward' if late or self.origin[plan.source] == 'grad_output' else 'forward'}",
+        )
+        return data, self._scale_as_read(plan, found, scale, data)
+
+    def _belongs_in_backward(self, plan: CastPlan, found: FoundMatmul) -> bool:
+        """Whether a cast of something from the forward waits for the backward: always for a weight, which costs nothing to
+        keep; for an activation unless keeping its FP8 data spares keeping itself."""
+        if not is_backward(found.node) or self.origin[plan.source] == "grad_output":
+            return False
+        return self.origin[plan.source] == "weight" or not self.saved_as_fp8[plan.source]
+
+    def _matrix(self, plan: CastPlan, found: FoundMatmul, late: bool) -> torch.fx.Node:
+        """The node that shows the operand as a matrix, free of dtype conversions if its source may be read instead."""
+        if late and self.origin[plan.source] == "input":
+            return self._converted_matrix(plan, found)
+        last = plan.views[-1][2] if plan.views else plan.source
+        if value(last).dtype == value(plan.source).dtype:
+            return self.made.setdefault(plan.matrix_key, last)
+        if not all(kind == "permute" or node.target in RESHAPES for kind, _, node in plan.views):
+            return last
+
+        def replay(build: Builder) -> torch.fx.Node:
+            node = plan.source
+            for kind, argument, view in plan.views:
+                if kind == "permute":
+                    node = build.call(aten.permute.default, node, list(argument))
+                else:
+                    node = build.call(aten.reshape.default, node, view.args[1])
+            return node
+
+        # behind the last existing view, where its source and the sizes in its arguments are known
+        return self._once(plan.matrix_key, replay, after=last, found=found, late=False)
+
+    def _converted_matrix(self, plan: CastPlan, found: FoundMatmul) -> torch.fx.Node:
+        """The operand as the backward has it, after conversions: that is what is saved anyway."""
+        views = steps(plan.operand)
+        if not (views and is_transposed(views[-1])):
+            return plan.operand
+        order = list(range(value(plan.operand).dim()))
+        order[-1], order[-2] = order[-2], order[-1]
+        return Builder(self.graph, found.node, before=found.node).call(aten.permute.default, plan.operand, order)
+
+    def _scale(self, plan: CastPlan, found: FoundMatmul, late: bool, matrix: torch.fx.Node) -> torch.fx.Node:
+        if len(plan.dims) == value(matrix).dim() and any(self.saved_as_fp8.values()):
+            late = False  # one number: computed once, for forward and backward
+        return self._once(
+            (plan.scale_key, late),
+            lambda build: build.call(
+                ops.COMPUTE_SCALE, matrix, list(plan.dims), plan.cast.dtype, plan.cast.power_of_two
+            ),
+            after=matrix,
+            found=found,
+            late=late,
+        )
+
+    def _scale_as_read(
+        self, plan: CastPlan, found: FoundMatmul, scale: torch.fx.Node, data: torch.fx.Node
+    ) -> torch.fx.Node:
+        """The scale with its rows where the data's are, padded as they are."""
+        if len(plan.dims) > 1:
+            return scale
+        build = Builder(self.graph, found.node, before=found.node)
+        if plan.transpose:
+            order = list(range(value(scale).dim()))
+            order[-1], order[-2] = order[-2], order[-1]
+            scale = build.call(aten.permute.default, scale, order)
+        missing = value(data).shape[-2] - value(scale).shape[-2] if plan.multiples[0] != 1 else 0
+        return build.call(aten.constant_pad_nd.default, scale, [0, 0, 0, int(missing)], 1.0) if missing else scale
+
+    def _once(
+        self,
+        key: Any,
+        make: Callable[[Builder], torch.fx.Node],
+        *,
+        after: torch.fx.Node,
+        found: FoundMatmul,
+        late: bool,
+        counted: str | None = None,
+    ) -> torch.fx.Node:
+        if key not in self.made:
+            if late:
+                build = Builder(self.graph, found.node, before=found.node, tag=MUST_BE_IN_BACKWARD)
+            else:
+                build = Builder(self.graph, found.node, after=after, tag=after.meta.get("partitioner_tag"))
+            self.made[key] = make(build)
+            if counted:
+                self.context.casts[counted] += 1
+        return self.made[key]
+
+
+def _kept_for_backward(source: torch.fx.Node, replaced: set[torch.fx.Node]) -> bool:
+    """Whether the backward needs ``source``, or a conversion of it, for something else than the matmuls we replace."""
+    members = family(source)
+    users = {user for member in members for user in member.users} - members - replaced
+    return any(is_backward(user) for user in users)
+
+
+def _replace(graph: torch.fx.Graph, found: FoundMatmul, writer: _CastWriter, alignment: int) -> None:
+    gemm, site, node = found.gemm, found.site, found.node
+    assert gemm is not None
+    first, second = plan_casts(found, alignment)
+    a, scale_a = writer.write(first, found, site.operands[0])
+    b, scale_b = writer.write(second, found, site.operands[1])
+    old = value(node)
+    columns = old.shape[-1]
+    padded = value(b).shape[-2] != columns
+    fused = found.bias is not None and found.alpha == found.beta == 1 and value(found.bias).dim() == 1 and not padded
+    build = Builder(graph, node, before=node)
+    fast = gemm.accumulation == "fast"
+    out = build.call(ops.SCALED_MM, a, b, scale_a, scale_b, found.bias if fused else None, old.dtype, fast)
+    if padded:
+        out = build.call(aten.slice.Tensor, out, old.dim() - 1, 0, columns)
+        out = build.call(aten.clone.default, out, memory_format=torch.contiguous_format)
+    if found.alpha != 1:
+        out = build.call(aten.mul.Tensor, out, found.alpha)
+    if found.bias is not None and not fused and found.beta != 0:
+        bias = build.call(aten.mul.Tensor, found.bias, found.beta) if found.beta != 1 else found.bias
+        out = build.call(aten.add.Tensor, out, bias)
+    for key, item in node.meta.items():
+        out.meta.setdefault(key, item)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    found.node = out

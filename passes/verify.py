@@ -1,0 +1,134 @@
+"""Verify: a table of rules that every rewritten graph obeys.
+
+A rule looks at one node and answers what is wrong with it, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+from fp8compile import ops
+from fp8compile.hardware import Chip
+from fp8compile.passes.context import PassContext, PassRecord
+from fp8compile.passes.dataflow import VIEWS, value
+from fp8compile.recipe import LARGEST
+
+aten = torch.ops.aten
+
+
+class VerificationError(RuntimeError):
+    """A pass left a graph that breaks a rule; says which node and which rule."""
+
+
+def verify(graph: torch.fx.Graph, context: PassContext, record: PassRecord) -> None:
+    """Check every node against :data:`RULES`.
+
+    Raises:
+        VerificationError: names every node that breaks a rule.
+    """
+    broken = []
+    for node in graph.nodes:
+        for target, rule in RULES:
+            if target is ANY or node.target is target:
+                if (complaint := rule(node, context.chip)) is not None:
+                    broken.append(f"{node.name} ({rule.__name__.strip('_')}): {complaint}")
+                record.matched += 1
+    if broken:
+        raise VerificationError("the rewritten graph breaks a rule:\n  " + "\n  ".join(broken))
+
+
+ANY = object()
+Rule = Callable[[torch.fx.Node, Chip], str | None]
+
+MAY_READ_FP8: set[Any] = {
+    ops.SCALED_MM,
+    aten.slice.Tensor,
+    aten.clone.default,
+    aten.view.dtype,
+    torch.ops.prims.convert_element_type.default,
+    aten.copy_.default,
+} | VIEWS
+
+
+def _has_value(node: torch.fx.Node, chip: Chip) -> str | None:
+    if node.op == "call_function" and getattr(node.target, "namespace", "") == "fp8compile" and "val" not in node.meta:
+        return "has no meta['val']"
+    return None
+
+
+def _scale_is_float32(node: torch.fx.Node, chip: Chip) -> str | None:
+    dtype = value(node).dtype
+    return None if dtype == torch.float32 else f"scale is {dtype}, not float32"
+
+
+def _scale_fits(node: torch.fx.Node, chip: Chip) -> str | None:
+    x, scale = (value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
+    if scale.dtype != torch.float32:
+        return f"scale is {scale.dtype}, not float32"
+    if scale.dim() != x.dim() or any(s != 1 and s != size for s, size in zip(scale.shape, x.shape, strict=False)):
+        return f"scale {tuple(scale.shape)} does not broadcast to {tuple(x.shape)}"
+    return None
+
+
+def _quantizes_to_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
+    return None if value(node).dtype in LARGEST else f"result is {value(node).dtype}, not FP8"
+
+
+def _operands_are_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
+    a, b = (value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
+    return chip.refuses(a.dtype, b.dtype)
+
+
+def _contractions_agree(node: torch.fx.Node, chip: Chip) -> str | None:
+    a, b = (value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
+    return None if a.shape[-1] == b.shape[-1] else f"contraction {a.shape[-1]} against {b.shape[-1]}"
+
+
+def _is_aligned(node: torch.fx.Node, chip: Chip) -> str | None:
+    a, b = (value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
+    for key, size in (("K", a.shape[-1]), ("N", b.shape[-2])):
+        if isinstance(size, int) and size % chip.alignment:
+            return f"{key}={size} is not a multiple of {chip.alignment}"
+    return None
+
+
+def _operands_are_k_major(node: torch.fx.Node, chip: Chip) -> str | None:
+    for key, arg in zip("ab", node.args[:2], strict=True):
+        if value(arg).stride(-1) != 1:  # type: ignore[arg-type]
+            return f"operand {key} has stride {value(arg).stride(-1)} along the contraction"  # type: ignore[arg-type]
+    return None
+
+
+def _scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
+    a, b, scale_a, scale_b = (value(arg) for arg in node.args[:4])  # type: ignore[arg-type]
+    for key, data, scale in (("a", a, scale_a), ("b", b, scale_b)):
+        if scale.shape[-1] != 1 or scale.dim() != data.dim():
+            return f"scale of {key} is {tuple(scale.shape)}, not one number per row"
+        if isinstance(scale.shape[-2], int) and scale.shape[-2] not in (1, data.shape[-2]):
+            return f"scale of {key} has {scale.shape[-2]} rows, its data {data.shape[-2]}"
+    return None
+
+
+def _only_gemms_read_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
+    if node.op != "call_function" or node.target not in (ops.QUANTIZE,):
+        return None
+    wrong = [u.name for u in node.users if u.op != "output" and u.target not in MAY_READ_FP8]
+    return f"FP8 data read by {', '.join(wrong)}" if wrong else None
+
+
+RULES: list[tuple[Any, Rule]] = [
+    (ANY, _has_value),
+    (ANY, _only_gemms_read_fp8),
+    (ops.COMPUTE_SCALE, _scale_is_float32),
+    (ops.QUANTIZE, _scale_fits),
+    (ops.QUANTIZE, _quantizes_to_fp8),
+    (ops.SCALED_MM, _operands_are_fp8),
+    (ops.SCALED_MM, _contractions_agree),
+    (ops.SCALED_MM, _is_aligned),
+    (ops.SCALED_MM, _operands_are_k_major),
+    (ops.SCALED_MM, _scales_match_operands),
+]
