@@ -4,25 +4,35 @@
 what was decided: :func:`explain`, :class:`Policy`, :class:`Recipe`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from fp8compile import ops  # noqa: F401  (registers torch.ops.fp8compile)
 from fp8compile.policy import Policy
 from fp8compile.recipe import RECIPES, Cast, Gemm, Recipe
 from fp8compile.site import CollectiveSite, Decision, MatmulSite, keep, use
 
+if TYPE_CHECKING:
+    from fp8compile.backend import collect_reports, fp8
+    from fp8compile.explanation import explain
+    from fp8compile.report import Report
+
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> object:
-    """The names that need Inductor, imported when they are used: that import takes seconds."""
-    if name in ("fp8", "collect_reports", "explain", "Report"):
-        from fp8compile import backend, report
-        from fp8compile import explain as explain_module
+_IMPORTED_WHEN_USED = {
+    "fp8": "fp8compile.backend",
+    "collect_reports": "fp8compile.backend",
+    "explain": "fp8compile.explanation",
+    "Report": "fp8compile.report",
+}
+"""Names whose modules need Inductor, which takes seconds to import."""
 
-        globals().update(
-            fp8=backend.fp8, collect_reports=backend.collect_reports, explain=explain_module.explain, Report=report.Report
-        )
-        return globals()[name]
-    raise AttributeError(f"module 'fp8compile' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_WHEN_USED:
+        raise AttributeError(f"module 'fp8compile' has no attribute {name!r}")
+    return getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
 
 
 __all__ = [

@@ -14,7 +14,7 @@ from fp8compile.recipe import ROLES
 
 @dataclass(frozen=True)
 class Row:
-    """One site. ``recipe`` is None if it is kept; ``notes`` say what was padded."""
+    """One site. ``recipe`` is None if it is kept; ``notes`` say what was padded, or what FP8 would have cost."""
 
     name: str
     op: str
@@ -58,7 +58,7 @@ class GraphReport:
                 fp8=found.gemm is not None,
                 recipe=found.decision.recipe.name if found.decision and found.decision.recipe else None,
                 reason=found.decision.reason if found.decision else "",
-                notes=tuple(found.notes) if found.gemm is not None else (),
+                notes=tuple(found.notes),
                 flops=found.site.flops,
             )
             for found in context.matmuls
@@ -138,7 +138,7 @@ class Report:
         if by_role:
             lines.append("  in FP8: " + ", ".join(f"{by_role[role]} {role}" for role in ROLES if by_role[role]))
         lines += [f"  kept {count}: {reason}" for reason, count in self.kept.items()]
-        padded = sum(bool(row.notes) for row in self.rows)
+        padded = sum(row.fp8 and bool(row.notes) for row in self.rows)
         if padded:
             lines.append(f"  padded {padded}")
         if self.casts:
