@@ -68,9 +68,7 @@ def fp8(
     # AOTAutograd's cache would return a compiled graph without running our passes, and with them the report;
     # Inductor's own cache, which holds the expensive part, stays on.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(
-            gm, example_inputs, config_patches=patches, decompositions=tracing_decompositions(), **engine
-        )
+        return compile_fx(gm, example_inputs, config_patches=patches, decompositions=tracing_decompositions(), **engine)
 
 
 @contextlib.contextmanager
@@ -81,9 +79,7 @@ def collect_reports(listener: Listener | None = None) -> Iterator[Report]:
     """
     report = Report()
 
-    def gather(
-        graph_report: GraphReport, before: torch.fx.Graph, after: torch.fx.Graph, context: PassContext
-    ) -> None:
+    def gather(graph_report: GraphReport, before: torch.fx.Graph, after: torch.fx.Graph, context: PassContext) -> None:
         report.graphs.append(graph_report)
         if listener is not None:
             listener(graph_report, before, after, context)

@@ -13,9 +13,7 @@ from fp8compile.report import Report
 from fp8compile.saved import measure_saved_bytes
 
 
-def explain(
-    model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
-) -> Report:
+def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
     """Print and return the report of ``model`` on these inputs: for every matmul and collective, FP8 or not and why.
 
     The model runs once, forward, op by op. Training is assumed where gradients are enabled and something requires one.
@@ -66,5 +64,3 @@ def _backend_of(candidate: Any) -> Any:
         if found is not None:
             return found
     return None
-
-

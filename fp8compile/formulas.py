@@ -62,7 +62,9 @@ def quantize(call: Call, x: Any, scale: Any, dtype: torch.dtype) -> Any:
     return cast(call, clamped, dtype)
 
 
-def scaled_mm(call: Call, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, out_dtype: torch.dtype, rank: int) -> Any:
+def scaled_mm(
+    call: Call, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, out_dtype: torch.dtype, rank: int
+) -> Any:
     """``(a @ bᵀ) · scale_a · scale_bᵀ + bias`` with products and sums in float32.
 
     The scales are applied one after the other: their product alone could underflow.

@@ -24,7 +24,8 @@ def padded_size(size: Any, multiple: int) -> Any:
 
 
 _LIBRARY.define(
-    "compute_scale(Tensor x, int[] dims, ScalarType dtype, bool power_of_two) -> Tensor", tags=[torch.Tag.pt2_compliant_tag]
+    "compute_scale(Tensor x, int[] dims, ScalarType dtype, bool power_of_two) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, ScalarType dtype, bool transpose, int[2] multiples) -> Tensor",

@@ -142,7 +142,9 @@ class Report:
         if padded:
             lines.append(f"  padded {padded}")
         if self.casts:
-            lines.append("  casts to FP8 per step: " + ", ".join(f"{n} {kind}" for kind, n in sorted(self.casts.items())))
+            lines.append(
+                "  casts to FP8 per step: " + ", ".join(f"{n} {kind}" for kind, n in sorted(self.casts.items()))
+            )
         if self.saved is not None:
             ratio = f" ({self.saved.fp8 / self.saved.high_precision:.0%})" if self.saved.high_precision else ""
             lines.append(
@@ -170,7 +172,9 @@ class Report:
             for row in graph.rows
         ]
         widths = [max(len(line[i]) for line in [head, *cells]) for i in range(len(head))]
-        lines = ["  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in [head, *cells]]
+        lines = [
+            "  ".join(text.ljust(w) for text, w in zip(line, widths, strict=True)).rstrip() for line in [head, *cells]
+        ]
         return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
     def to_json(self) -> str:
@@ -179,8 +183,6 @@ class Report:
 
     def __str__(self) -> str:
         return f"{self.table()}\n\n{self.summary()}" if self.rows else self.summary()
-
-
 
 
 def _bytes(count: int) -> str:

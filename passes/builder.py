@@ -45,7 +45,11 @@ class Builder:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """Insert ``target(*args, **kwargs)``."""
-        where = self.graph.inserting_after(self.after) if self.after is not None else self.graph.inserting_before(self.before)
+        where = (
+            self.graph.inserting_after(self.after)
+            if self.after is not None
+            else self.graph.inserting_before(self.before)
+        )
         with where:
             node = self.graph.call_function(target, args, kwargs)
         if self.after is not None:

@@ -83,7 +83,5 @@ def _plan(operand: torch.fx.Node, cast: Cast, contraction: int, multiples: tuple
     return CastPlan(operand, root(operand), tuple(views), contraction == -2, dims, cast, needed)
 
 
-
-
 def _divides(multiple: int, size: int | torch.SymInt) -> bool:
     return isinstance(size, int) and size % multiple == 0

@@ -139,9 +139,7 @@ class _Finder:
         self._remember(node, found)
         return found
 
-    def other(
-        self, node: torch.fx.Node, name: str, kind: Kind, owner: torch.fx.Node | None = None
-    ) -> FoundMatmul:
+    def other(self, node: torch.fx.Node, name: str, kind: Kind, owner: torch.fx.Node | None = None) -> FoundMatmul:
         """A matmul that has no FP8 form here; ``owner`` is the control-flow node it is inside of."""
         tensors = [v for v in map(value, node.all_input_nodes) if isinstance(v, torch.Tensor)]
         first, second = (tensors * 2)[:2] if tensors else (torch.empty(0, 0), torch.empty(0, 0))
@@ -225,7 +223,9 @@ def _consumers(node: torch.fx.Node, depth: int) -> set[torch.fx.Node]:
     reached: set[torch.fx.Node] = set()
     frontier = {node}
     for _ in range(depth):
-        frontier = {u for n in frontier for u in n.users if u not in reached and u.op == "call_function" and not is_backward(u)}
+        frontier = {
+            u for n in frontier for u in n.users if u not in reached and u.op == "call_function" and not is_backward(u)
+        }
         reached |= frontier
         frontier = {n for n in frontier if _passes_through(n)}
     return reached

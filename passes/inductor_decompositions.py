@@ -20,7 +20,14 @@ from fp8compile.passes.dataflow import value
 
 aten = torch.ops.aten
 
-WITHHELD = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.mv.default, aten.addmv.default, aten.dot.default)
+WITHHELD = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+)
 
 
 def tracing_decompositions() -> dict[Any, Any]:

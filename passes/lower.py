@@ -80,7 +80,9 @@ def _hopper_scaled_mm(
     """``aten._scaled_mm``: cuBLASLt for tensorwise scales, CUTLASS for rowwise, which it writes in bfloat16 only."""
     columns = build.call(aten.permute.default, b, [1, 0])
     scales = (scale_a, build.call(aten.permute.default, scale_b, [1, 0]))
-    rowwise = [value(s).dim() == 2 and value(d).shape[0] == value(s).shape[0] != 1 for s, d in ((scale_a, a), (scale_b, b))]
+    rowwise = [
+        value(s).dim() == 2 and value(d).shape[0] == value(s).shape[0] != 1 for s, d in ((scale_a, a), (scale_b, b))
+    ]
     if out_dtype == torch.bfloat16 and (all(rowwise) or not any(rowwise)):
         fits = bias is not None and value(bias).dtype == out_dtype
         out = build.call(aten._scaled_mm.default, a, columns, *scales, bias if fits else None, None, out_dtype, fast)
