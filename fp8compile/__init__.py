@@ -1,7 +1,7 @@
 """FP8 for PyTorch, as a compiler.
 
-``torch.compile(model, backend="fp8")`` needs no import of this package. Import it to write policies and recipes and to ask
-what was decided: :func:`explain`, :class:`Policy`, :class:`Recipe`.
+``torch.compile(model, backend="fp8")`` needs no import of this package. Import it to write policies and recipes and to
+ask what was decided: :func:`explain`, :class:`Policy`, :class:`Recipe`.
 """
 
 import importlib

@@ -50,8 +50,8 @@ def fp8(
 ) -> Callable[..., Any]:
     """Compile a captured graph with FP8 matmuls; a TorchDynamo backend.
 
-    Use it as ``torch.compile(model, backend="fp8")``. ``options`` are those of :data:`fp8compile.options.OPTIONS` and of
-    Inductor; ``mode`` is Inductor's.
+    Use it as ``torch.compile(model, backend="fp8")``. ``options`` are those of
+    :data:`fp8compile.options.OPTIONS` and of Inductor; ``mode`` is Inductor's.
 
     Raises:
         OptionError: for an unknown option or a value that it does not take.
@@ -68,7 +68,10 @@ def fp8(
     # AOTAutograd's cache would return a compiled graph without running our passes, and with them the report;
     # Inductor's own cache, which holds the expensive part, stays on.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, example_inputs, config_patches=patches, decompositions=tracing_decompositions(), **engine)
+        compiled: Any = compile_fx(
+            gm, example_inputs, config_patches=patches, decompositions=tracing_decompositions(), **engine
+        )
+    return compiled
 
 
 @contextlib.contextmanager
@@ -92,7 +95,7 @@ def collect_reports(listener: Listener | None = None) -> Iterator[Report]:
 
 
 class _Pass(CustomGraphPass):
-    """A list of our passes as Inductor calls it. ``uuid`` covers all that the rewritten graph depends on besides the graph."""
+    """Our passes as Inductor calls them. ``uuid`` covers what the rewritten graph depends on besides the graph."""
 
     passes: list[Pass]
 

@@ -32,7 +32,13 @@ _LIBRARY.define(
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
-    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, bool fast) -> Tensor",
+    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, bool fast)"
+    " -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_LIBRARY.define(
+    "scaled_grouped_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor offsets, ScalarType out_dtype, "
+    "bool fast) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 
@@ -99,6 +105,35 @@ def scaled_mm(
     return formulas.scaled_mm(formulas.apply, a, b, scale_a, scale_b, bias, out_dtype, a.dim())
 
 
+@torch.library.impl(_LIBRARY, "scaled_grouped_mm", "CompositeExplicitAutograd")
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    """``scaled_mm`` of consecutive rows of ``a`` with one matrix of ``b`` each (a mixture of experts).
+
+    Args:
+        a: FP8 ``[T, K]``. b: FP8 ``[E, N, K]``.
+        scale_a: float32 ``[T or 1, 1]``. scale_b: float32 ``[E or 1, N or 1, 1]``.
+        offsets: int32 ``[E]``, where each group of rows ends; groups may be empty.
+        out_dtype: of the result ``[T, N]``; rows behind the last group are zero.
+        fast: as in :func:`scaled_mm`.
+    """
+    out = a.new_zeros(a.shape[0], b.shape[1], dtype=out_dtype)
+    scale_a, scale_b = scale_a.expand(a.shape[0], 1), scale_b.expand(*b.shape[:2], 1)
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        rows = slice(start, end)
+        out[rows] = scaled_mm(a[rows], b[expert], scale_a[rows], scale_b[expert], None, out_dtype, fast)
+        start = end
+    return out
+
+
 @torch.library.register_fake("fp8compile::compute_scale", lib=_LIBRARY)
 def _(x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
     reduced = {dim % x.dim() for dim in dims}
@@ -126,6 +161,20 @@ def _(
     return a.new_empty([*a.shape[:-1], b.shape[-2]], dtype=out_dtype)
 
 
+@torch.library.register_fake("fp8compile::scaled_grouped_mm", lib=_LIBRARY)
+def _(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offsets: torch.Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
+    return a.new_empty([a.shape[0], b.shape[1]], dtype=out_dtype)
+
+
 COMPUTE_SCALE = torch.ops.fp8compile.compute_scale.default
 QUANTIZE = torch.ops.fp8compile.quantize.default
 SCALED_MM = torch.ops.fp8compile.scaled_mm.default
+SCALED_GROUPED_MM = torch.ops.fp8compile.scaled_grouped_mm.default

@@ -139,11 +139,13 @@ def _check_inductor_option(name: str, value: Any) -> None:
         guess = f"; did you mean {guesses[0]!r}?" if guesses else ""
         ours = "\n".join(f"  {option}: {entry.help}" for option, entry in OPTIONS.items())
         raise OptionError(
-            f"backend 'fp8': there is no option {name!r}{guess}\nOptions are those of torch._inductor.config and\n{ours}"
+            f"backend 'fp8': there is no option {name!r}{guess}\n"
+            f"Options are those of torch._inductor.config and\n{ours}"
         )
     default = known[key]
     comparable = isinstance(default, (bool, int, float, str)) and value is not None
     if comparable and not isinstance(value, (int, float) if type(default) is float else type(default)):
         raise OptionError(
-            f"backend 'fp8': Inductor's option {name!r} takes {type(default).__name__}, not {type(value).__name__} {value!r}"
+            f"backend 'fp8': Inductor's option {name!r} takes {type(default).__name__}, "
+            f"not {type(value).__name__} {value!r}"
         )

@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from fp8compile.recipe import DEFAULT_RECIPE, ROLES, Recipe, Role, get_recipe
 from fp8compile.site import CollectiveSite, Decision, Kind, MatmulSite, Site, keep, use
@@ -48,16 +48,19 @@ class Rule:
 
 SENSITIVE_KINDS: dict[Kind, str] = {
     "product": "sensitive: product of two activations",
+    "constant": "product of parameters or constants, no data",
     "attention": "sensitive: attention's inner products",
     "convolution": "sensitive: convolution",
     "vector": "matrix-vector product: no tensor-core work to gain",
     "integer": "integer matmul",
     "scaled": "operands are already scaled FP8",
+    "ragged": "contracts over groups of rows, whose sizes FP8 tensor cores need to be multiples of 16",
+    "fused": "inside a fused recurrent layer",
     "opaque": "inside a control-flow region, which is not rewritten",
 }
-"""Kinds that are kept unless a rule names their module; the last four have no FP8 form at all."""
+"""Kinds that are kept: products unless a rule names their module, the others always."""
 
-WITHOUT_FP8_FORM: frozenset[Kind] = frozenset({"attention", "convolution", "vector", "integer", "scaled", "opaque"})
+WITHOUT_FP8_FORM: frozenset[Kind] = frozenset(SENSITIVE_KINDS) - {"product"}
 
 SENSITIVE_TRAITS: dict[str, str] = {
     "logits": "sensitive: its output is the logits",
@@ -73,8 +76,8 @@ SENSITIVE_NAMES: dict[str, str] = {
     "**.router": "sensitive: decides routing",
     "**.gate": "sensitive: decides routing",
 }
-"""Usual names of layers that the default policy keeps. ``gate`` is a mixture of experts' router in Mixtral and DeepSeek;
-gated MLPs call theirs ``gate_proj``; a wide ``gate`` is therefore not taken for a router."""
+"""Usual names of layers that the default policy keeps. ``gate`` is a mixture of experts' router in Mixtral and
+DeepSeek; gated MLPs call theirs ``gate_proj``; a wide ``gate`` is therefore not taken for a router."""
 
 WIDEST_ROUTER = 1024
 
@@ -96,6 +99,10 @@ class Policy:
 
     base: Base = "default"
     rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.base not in get_args(Base):
+            raise ValueError(f"Policy: base {self.base!r} is unknown; use one of {', '.join(get_args(Base))}")
 
     @classmethod
     def default(cls) -> Policy:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -139,7 +139,8 @@ class Recipe:
 
     def only(self, roles: tuple[Role, ...]) -> Recipe:
         """This recipe with every role but ``roles`` kept in high precision."""
-        return dataclasses.replace(self, **{role: None for role in ROLES if role not in roles})
+        dropped: dict[str, Any] = {role: None for role in ROLES if role not in roles}
+        return dataclasses.replace(self, **dropped)
 
     def __str__(self) -> str:
         return self.name

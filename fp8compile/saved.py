@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import torch
 import torch.fx
@@ -28,7 +29,7 @@ def saved_bytes(graph: torch.fx.Graph, context: PassContext) -> int:
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     primals = [node for node in placeholders if not is_tangent(node)]
     parameters = weight_names(joint.graph, context.inputs)
-    outputs = len(joint.graph.output_node().args[0]) - len(primals)  # type: ignore[arg-type]
+    outputs = len(_outputs(joint.graph)) - len(primals)
     forward, _ = min_cut_rematerialization_partition(
         joint,
         [value(node) for node in placeholders],
@@ -36,9 +37,14 @@ def saved_bytes(graph: torch.fx.Graph, context: PassContext) -> int:
         static_lifetime_input_indices=[i for i, node in enumerate(primals) if node in parameters],
     )
     names = {node.name for node in parameters}
-    kept = forward.graph.output_node().args[0][outputs:]  # type: ignore[index]
+    kept = _outputs(forward.graph)[outputs:]
     tensors = {node for node in kept if isinstance(node, torch.fx.Node) and node.name not in names}
     return sum(_size(value(node)) for node in tensors)
+
+
+def _outputs(graph: torch.fx.Graph) -> list[Any]:
+    returned: Any = graph.output_node().args[0]
+    return list(returned)
 
 
 def _size(val: object) -> int:

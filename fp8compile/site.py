@@ -9,10 +9,23 @@ import torch
 
 from fp8compile.recipe import Gemm, Operand, Recipe, Role
 
-Kind = Literal["linear", "product", "attention", "convolution", "vector", "integer", "scaled", "opaque"]
-"""What a matmul multiplies: a parameter with data (``linear``), two computed tensors (``product``), an attention op, a
-convolution, a matrix-vector product, integers, operands that are already scaled FP8, or something inside a control-flow
-region that we do not rewrite (``opaque``)."""
+Kind = Literal[
+    "linear",
+    "product",
+    "constant",
+    "attention",
+    "convolution",
+    "vector",
+    "integer",
+    "scaled",
+    "ragged",
+    "fused",
+    "opaque",
+]
+"""What a matmul is: a parameter times data (``linear``), two computed tensors (``product``), parameters or constants
+alone (``constant``), an attention operator, a convolution, a matrix-vector product, integers, operands that are already
+scaled FP8, a grouped matmul that contracts over groups (``ragged``), a recurrent layer in one operator (``fused``), or
+something inside a control-flow region (``opaque``)."""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from fp8compile.passes.decide import decide
 from fp8compile.passes.find_sites import find_sites, qualified_name
 from fp8compile.passes.inductor_decompositions import restore_decompositions
 from fp8compile.passes.lower import lower
+from fp8compile.passes.pointwise_convolutions import pointwise_convolutions
 from fp8compile.passes.quantize import quantize
 from fp8compile.passes.verify import VerificationError, verify
 
-JOINT_PASSES: list[Pass] = [find_sites, decide, quantize, restore_decompositions]
+JOINT_PASSES: list[Pass] = [pointwise_convolutions, find_sites, decide, quantize, restore_decompositions]
 """On the joint graph in training, on the forward graph in inference."""
 
 POST_GRAD_PASSES: list[Pass] = [lower]

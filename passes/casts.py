@@ -1,8 +1,8 @@
 """Which casts a set of FP8 matmuls needs, and which of them are the same cast.
 
 An operand is traced back through views, transposes and dtype conversions to the tensor it shows. What remains is a
-*matrix* (the operand, or its transpose, as a view of that tensor) and how the GEMM wants to read it. Casts are equal when
-the matrix, the cast and the layout are.
+*matrix* (the operand, or its transpose, as a view of that tensor) and how the GEMM wants to read it. Casts are equal
+when the matrix, the cast and the layout are.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class CastPlan:
 def plan_casts(found: FoundMatmul, alignment: int) -> tuple[CastPlan, CastPlan]:
     """The casts of both operands of a matmul that is to run in FP8."""
     gemm = found.gemm
-    assert gemm is not None and found.first is not None and found.second is not None
+    assert gemm is not None
+    assert found.first is not None
+    assert found.second is not None
     return (
         _plan(found.first, gemm.first, contraction=-1, multiples=(1, alignment)),
         _plan(found.second, gemm.second, contraction=-2, multiples=(alignment, alignment)),
@@ -74,7 +76,7 @@ def plan_casts(found: FoundMatmul, alignment: int) -> tuple[CastPlan, CastPlan]:
 
 def _plan(operand: torch.fx.Node, cast: Cast, contraction: int, multiples: tuple[int, int]) -> CastPlan:
     kept, contracted = [value(operand).shape[d] for d in ((-2, -1) if contraction == -1 else (-1, -2))]
-    needed = tuple(1 if _divides(m, size) else m for m, size in zip(multiples, (kept, contracted), strict=True))
+    needed = (_unless_divides(multiples[0], kept), _unless_divides(multiples[1], contracted))
     views = steps(operand)
     if views and is_transposed(views[-1]):
         views, contraction = views[:-1], -3 - contraction
@@ -83,5 +85,6 @@ def _plan(operand: torch.fx.Node, cast: Cast, contraction: int, multiples: tuple
     return CastPlan(operand, root(operand), tuple(views), contraction == -2, dims, cast, needed)
 
 
-def _divides(multiple: int, size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) and size % multiple == 0
+def _unless_divides(multiple: int, size: int | torch.SymInt) -> int:
+    """``multiple``, or 1 if ``size`` is known to be one of it."""
+    return 1 if isinstance(size, int) and size % multiple == 0 else multiple

@@ -28,7 +28,7 @@ class FoundMatmul:
     """A matmul site with its nodes.
 
     ``first @ second`` is ``[..., m, k] @ [..., k, n]``. ``bias`` is None or what is added, scaled by ``beta``; the
-    product is scaled by ``alpha``.
+    product is scaled by ``alpha``. In a grouped matmul ``offsets`` says where each group of rows ends.
     """
 
     site: MatmulSite
@@ -36,6 +36,7 @@ class FoundMatmul:
     first: torch.fx.Node | None = None
     second: torch.fx.Node | None = None
     bias: torch.fx.Node | None = None
+    offsets: torch.fx.Node | None = None
     alpha: float = 1
     beta: float = 1
     decision: Decision | None = None

@@ -1,4 +1,4 @@
-"""Facts about the values of a joint graph: what they depend on, and which of them are the same tensor seen differently."""
+"""Facts about the values of a joint graph: what they depend on, and which are the same tensor seen differently."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def size_hint(size: int | torch.SymInt, unknown: int = 4096) -> int:
     """``size`` as a number: itself, the value it had while tracing, or ``unknown`` if it depends on data."""
     if isinstance(size, int):
         return size
-    hint = size.node.maybe_as_int()
-    if hint is None and size.node.has_hint():
-        hint = size.node.hint
-    return unknown if hint is None else int(hint)
+    known: Any = size.node.maybe_as_int()
+    if known is None and size.node.has_hint():
+        known = size.node.hint
+    return unknown if known is None else int(known)
 
 
 def is_dynamic(size: int | torch.SymInt) -> bool:

@@ -51,14 +51,12 @@ def cannot_run(found: FoundMatmul, chip: Chip) -> str | None:
         return f"{site.op} has no FP8 form"
     if not set(site.dtypes) <= HIGH_PRECISION or site.out_dtype not in HIGH_PRECISION:
         return f"operands are {' and '.join(sorted({str(d).removeprefix('torch.') for d in site.dtypes}))}"
-    if site.operands == ("weight", "weight"):
-        return "both operands are parameters"
     if reason := chip.refuses(gemm.first.dtype, gemm.second.dtype):
         return reason
     if site.batch * site.m * site.n * site.k == 0:
         return "empty: a dimension is zero"
     if "n" in site.dynamic:
-        return f"N is dynamic: {chip.name} needs a multiple of {chip.alignment}, and only K can be padded by a dynamic amount"
+        return f"N is dynamic: {chip.name} needs a multiple of {chip.alignment}, and only K is padded dynamically"
     return _too_small(site, chip) or _wasteful(site, chip)
 
 
@@ -77,7 +75,7 @@ def _wasteful(site: MatmulSite, chip: Chip) -> str | None:
     growth = math.prod(_aligned(size, chip) / size for size in sizes.values())
     if growth <= WORTH_PADDING:
         return None
-    shape = ", ".join(f"{key.upper()} {size}→{_aligned(size, chip)}" for key, size in sizes.items())
+    shape = ", ".join(f"{k.upper()} {s}→{_aligned(s, chip)}" for k, s in sizes.items() if s % chip.alignment)
     return f"padding to multiples of {chip.alignment} ({shape}) would add {growth - 1:.0%} to its work"
 
 
@@ -117,12 +115,11 @@ def cast_costs(plan: CastPlan, chip: Chip) -> dict[Any, float]:
 
 
 def keep_what_loses(context: PassContext) -> None:
-    """Among the sites that run in FP8 only if that is faster, choose those that together gain most, and keep the others.
+    """Of the sites that run in FP8 only if that is faster, choose those that together gain most; keep the others.
 
     A cast is paid once however many GEMMs read it, so GEMMs cannot be judged one by one. Choosing a set that maximizes
-    the gains of its members minus the costs of the casts they need is the project-selection problem, which a minimum cut
-    solves exactly: source → site (gain), site → cast (infinite), cast → sink (cost), and source → cast instead of
-    site → cast for the losses of a site.
+    the gains of its members minus the costs of the casts they need is the project-selection problem, which a minimum
+    cut solves exactly: source → site (its gain), site → cast (infinite), cast → sink (its cost).
     """
     graph = networkx.DiGraph()
     open_sites: dict[int, tuple[FoundMatmul, float]] = {}

@@ -26,6 +26,7 @@ class Matmul:
     first: int
     second: int
     bias: int | None = None
+    offsets: int | None = None
 
 
 MATMULS: dict[Any, Matmul] = {
@@ -33,6 +34,7 @@ MATMULS: dict[Any, Matmul] = {
     aten.addmm.default: Matmul("addmm", 1, 2, bias=0),
     aten.bmm.default: Matmul("bmm", 0, 1),
     aten.baddbmm.default: Matmul("baddbmm", 1, 2, bias=0),
+    aten._grouped_mm.default: Matmul("_grouped_mm", 0, 1, offsets=2),
 }
 
 WITHOUT_FP8_FORM: dict[str, Kind] = {
@@ -42,7 +44,7 @@ WITHOUT_FP8_FORM: dict[str, Kind] = {
     "aten::vdot": "vector",
     "aten::addbmm": "product",
     "aten::_int_mm": "integer",
-    "aten::_grouped_mm": "linear",
+    "aten::_grouped_mm": "ragged",
     "aten::_scaled_mm": "scaled",
     "aten::_scaled_mm_v2": "scaled",
     "aten::_scaled_grouped_mm": "scaled",
@@ -65,8 +67,11 @@ WITHOUT_FP8_FORM: dict[str, Kind] = {
     "aten::_efficient_attention_backward": "attention",
     "flex_attention": "attention",
     "flex_attention_backward": "attention",
-    "aten::mkldnn_rnn_layer": "opaque",
-    "aten::_thnn_fused_lstm_cell": "opaque",
+    "aten::mkldnn_rnn_layer": "fused",
+    "aten::mkldnn_rnn_layer_backward": "fused",
+    "aten::_cudnn_rnn": "fused",
+    "aten::_cudnn_rnn_backward": "fused",
+    "aten::miopen_rnn": "fused",
 }
 """Operators that multiply matrices and that we report but do not rewrite, by the name in their schema."""
 
@@ -82,7 +87,7 @@ def find_sites(graph: torch.fx.Graph, context: PassContext, record: PassRecord) 
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in MATMULS:
+        if node.target in MATMULS and _is_plain(node, MATMULS[node.target]):
             context.matmuls.append(finder.matmul(node, MATMULS[node.target]))
         elif (name := _schema_name(node)) in WITHOUT_FP8_FORM:
             context.matmuls.append(finder.other(node, name, WITHOUT_FP8_FORM[name]))
@@ -91,6 +96,15 @@ def find_sites(graph: torch.fx.Graph, context: PassContext, record: PassRecord) 
         for inner, inner_name, kind in _inside(node, graph):
             context.matmuls.append(finder.other(inner, inner_name, kind, owner=node))
     record.matched = len(context.matmuls) + len(context.collectives)
+
+
+def _is_plain(node: torch.fx.Node, form: Matmul) -> bool:
+    """Whether a matmul operator is used in the form that we rewrite. A grouped one is: rows in groups, no bias."""
+    if form.offsets is None:
+        return True
+    first, second, *rest = node.args
+    ranks = [value(n).dim() for n in (first, second)]  # type: ignore[arg-type]
+    return ranks == [2, 3] and isinstance(rest[0] if rest else None, torch.fx.Node) and not any(rest[1:2])
 
 
 class _Finder:
@@ -103,14 +117,16 @@ class _Finder:
 
     def matmul(self, node: torch.fx.Node, form: Matmul) -> FoundMatmul:
         first, second = node.args[form.first], node.args[form.second]
-        assert isinstance(first, torch.fx.Node) and isinstance(second, torch.fx.Node)
+        assert isinstance(first, torch.fx.Node)
+        assert isinstance(second, torch.fx.Node)
         bias = node.args[form.bias] if form.bias is not None else None
         operands = (self.origin[first], self.origin[second])
         forward = self._forward_of(node)
         role, kind, operands = _classify(operands, forward)
         a, b, out = value(first), value(second), value(node)
-        sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": a.shape[-1], "batch": a.shape[0] if a.dim() == 3 else 1}
-        module, module_class = _module(node)
+        batch = a.shape[0] if a.dim() == 3 else 1
+        sizes = {"m": a.shape[-2], "n": b.shape[-1], "k": a.shape[-1], "batch": batch}
+        module, module_class = module_of(node)
         weight = self._weight(first, second) or (forward.site.weight if forward else None)
         site = MatmulSite(
             name=node.name,
@@ -133,6 +149,7 @@ class _Finder:
             first,
             second,
             bias if isinstance(bias, torch.fx.Node) else None,
+            offsets=node.args[form.offsets] if form.offsets is not None else None,  # type: ignore[arg-type]
             alpha=node.kwargs.get("alpha", 1),  # type: ignore[arg-type]
             beta=node.kwargs.get("beta", 1),  # type: ignore[arg-type]
         )
@@ -145,7 +162,7 @@ class _Finder:
         first, second = (tensors * 2)[:2] if tensors else (torch.empty(0, 0), torch.empty(0, 0))
         out = value(node)
         out = next((v for v in out if isinstance(v, torch.Tensor)), first) if isinstance(out, (tuple, list)) else out
-        module, module_class = _module(owner or node)
+        module, module_class = module_of(owner or node)
         a, b = list(first.shape[-2:]), list(second.shape[-2:])
         site = MatmulSite(
             name=(owner or node).name if owner is None else f"{owner.name}/{node.name}",
@@ -172,7 +189,7 @@ class _Finder:
         sent = next((v for v in map(value, node.all_input_nodes) if isinstance(v, torch.Tensor)), torch.empty(0))
         group = next((a for a in reversed(node.args) if isinstance(a, str)), "")
         shape = tuple(size_hint(s) for s in sent.shape)
-        return FoundCollective(CollectiveSite(node.name, op, _module(node)[0], shape, sent.dtype, group), node)
+        return FoundCollective(CollectiveSite(node.name, op, module_of(node)[0], shape, sent.dtype, group), node)
 
     def _remember(self, node: torch.fx.Node, found: FoundMatmul) -> None:
         if not is_backward(node) and (number := node.meta.get("seq_nr")) is not None:
@@ -191,13 +208,14 @@ def _classify(
 ) -> tuple[Role, Kind, tuple[Operand, Operand]]:
     """Role and kind from what the operands are, and from the forward matmul where this is a backward one."""
     if "grad_output" not in operands:
-        return "fprop", "linear" if set(operands) == {"input", "weight"} else "product", operands
+        kinds: dict[frozenset[str], Kind] = {frozenset({"input"}): "product", frozenset({"weight"}): "constant"}
+        return "fprop", kinds.get(frozenset(operands), "linear"), operands
     if operands == ("grad_output", "grad_output"):
         return "dgrad", "product", operands
+    if forward is not None and forward.site.kind in ("product", "constant"):
+        return "dgrad", forward.site.kind, operands
     if "weight" in operands:
         return "dgrad", "linear", operands
-    if forward is not None and forward.site.kind == "product":
-        return "dgrad", "product", operands
     return "wgrad", "linear", operands
 
 
@@ -209,7 +227,7 @@ def _traits(node: torch.fx.Node, weight: torch.fx.Node) -> frozenset[str]:
     reached = {_schema_name(n) for n in _consumers(node, depth=12)}
     if "aten::topk" in reached:
         traits.add("router")
-    if "aten::nll_loss_forward" in reached or "aten::gather" in reached and "aten::log" in reached:
+    if "aten::nll_loss_forward" in reached or {"aten::gather", "aten::log"} <= reached:
         traits.add("logits")
     return frozenset(traits)
 
@@ -262,7 +280,7 @@ def _namespace(node: torch.fx.Node) -> str:
     return _schema_name(node).split("::")[0]
 
 
-def _module(node: torch.fx.Node) -> tuple[str, str]:
+def module_of(node: torch.fx.Node) -> tuple[str, str]:
     """Name and class of the innermost module that ``node`` came from; backward nodes carry their forward's."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:

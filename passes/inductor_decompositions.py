@@ -1,8 +1,8 @@
 """Restore decompositions: give kept matmuls back to Inductor as it would have traced them.
 
-Inductor decomposes some small matmuls while the graph is traced, by rules that differ between CPU and GPU. We trace without
-those rules, so that every matmul is seen and the graph is the same on every machine (:func:`tracing_decompositions`), and
-apply them afterwards to the matmuls that stay.
+Inductor decomposes some small matmuls while the graph is traced, by rules that differ between CPU and GPU. We trace
+without those rules, so that every matmul is seen and the graph is the same on every machine
+(:func:`tracing_decompositions`), and apply them afterwards to the matmuls that stay.
 """
 
 from __future__ import annotations

@@ -95,6 +95,29 @@ def _hopper_scaled_mm(
     return formulas.cast(build.call, out, out_dtype)
 
 
+def _scaled_grouped_mm(
+    build: Builder, a: Any, b: Any, scale_a: Any, scale_b: Any, offsets: Any, out_dtype: torch.dtype, fast: bool
+) -> torch.fx.Node:
+    """``aten._scaled_grouped_mm`` on a GPU (a scale per row, writes bfloat16); our operator elsewhere."""
+    if value(a).device.type == "cpu":
+        return build.call(ops.SCALED_GROUPED_MM, a, b, scale_a, scale_b, offsets, out_dtype, fast)
+    rows = build.call(aten.expand.default, scale_a, [value(a).shape[0], 1])
+    columns = build.call(aten.expand.default, scale_b, [*value(b).shape[:2], 1])
+    flat = [build.call(aten.clone.default, build.call(aten.squeeze.dim, s, -1)) for s in (rows, columns)]
+    out = build.call(
+        aten._scaled_grouped_mm.default,
+        a,
+        build.call(aten.permute.default, b, [0, 2, 1]),
+        *flat,
+        offsets,
+        None,
+        None,
+        torch.bfloat16,
+        fast,
+    )
+    return formulas.cast(build.call, out, out_dtype)
+
+
 def _add_bias(build: Builder, out: Any, bias: Any, dtype: torch.dtype) -> torch.fx.Node:
     return formulas.cast(build.call, build.call(aten.add.Tensor, out, bias), dtype)
 
@@ -103,4 +126,5 @@ LOWERINGS: dict[Any, Callable[..., torch.fx.Node]] = {
     ops.COMPUTE_SCALE: _compute_scale,
     ops.QUANTIZE: _quantize,
     ops.SCALED_MM: _scaled_mm,
+    ops.SCALED_GROUPED_MM: _scaled_grouped_mm,
 }

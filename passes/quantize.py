@@ -1,12 +1,13 @@
 """Quantize: replace each matmul that was decided for FP8 by casts and a scaled matmul.
 
-One cast per tensor and use: operands that show the same tensor in the same layout share it, and it reads the tensor as it
-was before dtype conversions. A cast that only the backward needs is placed so that backward keeps the fewest bytes: in the
-forward, which then saves FP8, or in the backward where its source is saved or free anyway.
+One cast per tensor and use: operands that show the same tensor in the same layout share it, and it reads the tensor as
+it was before dtype conversions. A cast that only the backward needs is placed so that backward keeps the fewest bytes:
+in the forward, which then saves FP8, or in the backward where its source is saved or free anyway.
 """
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,9 @@ def quantize(graph: torch.fx.Graph, context: PassContext, record: PassRecord) ->
         return
     writer = _CastWriter(graph, context, chosen)
     for found in chosen:
+        old = found.node
         _replace(graph, found, writer, context.chip.alignment)
+        writer.renamed(old, found.node)
         record.matched += 1
     graph.eliminate_dead_code()
     graph.lint()
@@ -47,6 +50,11 @@ class _CastWriter:
         self.context = context
         self.origin = origins(graph, context.inputs)
         self.made: dict[Any, torch.fx.Node] = {}
+        self.readers: dict[torch.fx.Node, list[FoundMatmul]] = collections.defaultdict(list)
+        for found in chosen:
+            for operand in {found.first, found.second, found.bias}:
+                if operand is not None:
+                    self.readers[operand].append(found)
         plans = [(found, plan) for found in chosen for plan in plan_casts(found, context.chip.alignment)]
         recomputed = {plan.source for found, plan in plans if "recompute" in found.node.meta}
         replaced = {found.node for found in chosen}
@@ -55,6 +63,17 @@ class _CastWriter:
             for found, plan in plans
             if is_backward(found.node) and self.origin[plan.source] == "input"
         }
+
+    def renamed(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
+        """``new`` has taken the place of ``old``."""
+        self.origin[new] = self.origin[old]
+        if old in self.saved_as_fp8:
+            self.saved_as_fp8[new] = self.saved_as_fp8[old]
+        for found in self.readers.get(old, ()):
+            found.first = new if found.first is old else found.first
+            found.second = new if found.second is old else found.second
+            found.bias = new if found.bias is old else found.bias
+        self.readers[new] = self.readers.pop(old, [])
 
     def write(self, plan: CastPlan, found: FoundMatmul, kind: Operand) -> tuple[torch.fx.Node, torch.fx.Node]:
         """-> FP8 data as the GEMM reads it, and its scale as the GEMM reads it."""
@@ -73,8 +92,8 @@ class _CastWriter:
         return data, self._scale_as_read(plan, found, scale, data)
 
     def _belongs_in_backward(self, plan: CastPlan, found: FoundMatmul) -> bool:
-        """Whether a cast of something from the forward waits for the backward: always for a weight, which costs nothing to
-        keep; for an activation unless keeping its FP8 data spares keeping itself."""
+        """Whether a cast of something from the forward waits for the backward: always for a weight, which costs nothing
+        to keep; for an activation unless keeping its FP8 data spares keeping itself."""
         if not is_backward(found.node) or self.origin[plan.source] == "grad_output":
             return False
         return self.origin[plan.source] == "weight" or not self.saved_as_fp8[plan.source]
@@ -177,7 +196,10 @@ def _replace(graph: torch.fx.Graph, found: FoundMatmul, writer: _CastWriter, ali
     fused = found.bias is not None and found.alpha == found.beta == 1 and value(found.bias).dim() == 1 and not padded
     build = Builder(graph, node, before=node)
     fast = gemm.accumulation == "fast"
-    out = build.call(ops.SCALED_MM, a, b, scale_a, scale_b, found.bias if fused else None, old.dtype, fast)
+    if found.offsets is not None:
+        out = build.call(ops.SCALED_GROUPED_MM, a, b, scale_a, scale_b, found.offsets, old.dtype, fast)
+    else:
+        out = build.call(ops.SCALED_MM, a, b, scale_a, scale_b, found.bias if fused else None, old.dtype, fast)
     if padded:
         out = build.call(aten.slice.Tensor, out, old.dim() - 1, 0, columns)
         out = build.call(aten.clone.default, out, memory_format=torch.contiguous_format)

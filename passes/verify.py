@@ -46,6 +46,7 @@ Rule = Callable[[torch.fx.Node, Chip], str | None]
 
 MAY_READ_FP8: set[Any] = {
     ops.SCALED_MM,
+    ops.SCALED_GROUPED_MM,
     aten.slice.Tensor,
     aten.clone.default,
     aten.view.dtype,
@@ -120,15 +121,19 @@ def _only_gemms_read_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
     return f"FP8 data read by {', '.join(wrong)}" if wrong else None
 
 
+GEMM_RULES: list[Rule] = [
+    _operands_are_fp8,
+    _contractions_agree,
+    _is_aligned,
+    _operands_are_k_major,
+    _scales_match_operands,
+]
+
 RULES: list[tuple[Any, Rule]] = [
     (ANY, _has_value),
     (ANY, _only_gemms_read_fp8),
     (ops.COMPUTE_SCALE, _scale_is_float32),
     (ops.QUANTIZE, _scale_fits),
     (ops.QUANTIZE, _quantizes_to_fp8),
-    (ops.SCALED_MM, _operands_are_fp8),
-    (ops.SCALED_MM, _contractions_agree),
-    (ops.SCALED_MM, _is_aligned),
-    (ops.SCALED_MM, _operands_are_k_major),
-    (ops.SCALED_MM, _scales_match_operands),
+    *((gemm, rule) for gemm in (ops.SCALED_MM, ops.SCALED_GROUPED_MM) for rule in GEMM_RULES),
 ]
