@@ -31,7 +31,7 @@ from fp8compile.passes import (
     qualified_name,
     run_passes,
 )
-from fp8compile.passes.dataflow import is_tangent
+from fp8compile.passes.dataflow import is_inside_control_flow, is_tangent
 from fp8compile.passes.inductor_decompositions import tracing_decompositions
 from fp8compile.report import GraphReport, Report
 
@@ -129,6 +129,8 @@ class _JointPass(_Pass):
     passes = JOINT_PASSES
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        if is_inside_control_flow(graph):
+            return  # reported, and kept, with the graph around it
         context = self.context()
         has_backward = any(is_tangent(node) for node in graph.nodes if node.op == "placeholder")
         before = copy.deepcopy(graph) if _listeners.get() else graph

@@ -7,7 +7,7 @@ All matrices may have one batch dimension in front. Both operands of ``scaled_mm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,47 +134,45 @@ def scaled_grouped_mm(
     return out
 
 
-@torch.library.register_fake("fp8compile::compute_scale", lib=_LIBRARY)
-def _(x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+def _scale_shape(x: torch.Tensor, dims: Sequence[int], *_: Any) -> tuple[list[Any], torch.dtype]:
     reduced = {dim % x.dim() for dim in dims}
-    return x.new_empty([1 if dim in reduced else size for dim, size in enumerate(x.shape)], dtype=torch.float32)
+    return [1 if dim in reduced else size for dim, size in enumerate(x.shape)], torch.float32
 
 
-@torch.library.register_fake("fp8compile::quantize", lib=_LIBRARY)
-def _(
+def _data_shape(
     x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, transpose: bool, multiples: Sequence[int]
-) -> torch.Tensor:
-    *batch, rows, columns = x.mT.shape if transpose else x.shape
-    return x.new_empty([*batch, padded_size(rows, multiples[0]), padded_size(columns, multiples[1])], dtype=dtype)
+) -> tuple[list[Any], torch.dtype]:
+    *batch, rows, columns = x.shape
+    rows, columns = (columns, rows) if transpose else (rows, columns)
+    return [*batch, padded_size(rows, multiples[0]), padded_size(columns, multiples[1])], dtype
 
 
-@torch.library.register_fake("fp8compile::scaled_mm", lib=_LIBRARY)
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
-    return a.new_empty([*a.shape[:-1], b.shape[-2]], dtype=out_dtype)
-
-
-@torch.library.register_fake("fp8compile::scaled_grouped_mm", lib=_LIBRARY)
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    offsets: torch.Tensor,
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
-    return a.new_empty([a.shape[0], b.shape[1]], dtype=out_dtype)
+def _product_shape(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[list[Any], torch.dtype]:
+    return [*a.shape[:-1], b.shape[-2]], rest[-2]
 
 
 COMPUTE_SCALE = torch.ops.fp8compile.compute_scale.default
 QUANTIZE = torch.ops.fp8compile.quantize.default
 SCALED_MM = torch.ops.fp8compile.scaled_mm.default
 SCALED_GROUPED_MM = torch.ops.fp8compile.scaled_grouped_mm.default
+
+SHAPE_RULES: dict[Any, Callable[..., tuple[list[Any], torch.dtype]]] = {
+    COMPUTE_SCALE: _scale_shape,
+    QUANTIZE: _data_shape,
+    SCALED_MM: _product_shape,
+    SCALED_GROUPED_MM: _product_shape,
+}
+"""Shape and dtype of each operator's result, which is contiguous, from its arguments."""
+
+
+def _register_shape_rule(op: Any, rule: Callable[..., tuple[list[Any], torch.dtype]]) -> None:
+    def fake(*args: Any) -> torch.Tensor:
+        shape, dtype = rule(*args)
+        first: torch.Tensor = args[0]
+        return first.new_empty(shape, dtype=dtype)
+
+    torch.library.register_fake(op.name().removesuffix(".default"), fake, lib=_LIBRARY)
+
+
+for _op, _rule in SHAPE_RULES.items():
+    _register_shape_rule(_op, _rule)

@@ -126,6 +126,10 @@ class Recipe:
         plain = Cast(dtype, granularity, power_of_two)
         grad = Cast(grad_dtype or dtype, granularity, power_of_two)
         modes = (accumulation,) * 3 if isinstance(accumulation, str) else accumulation
+        if len(modes) != len(ROLES):
+            raise ValueError(
+                f"Recipe {name!r}: accumulation {accumulation!r} must be one value or one each for {', '.join(ROLES)}"
+            )
         gemms = {
             role: Gemm(grad if OPERANDS[role][0] == "grad_output" else plain, plain, mode)
             for role, mode in zip(ROLES, modes, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import torch.fx
 
 from fp8compile.hardware import Chip
 from fp8compile.policy import Policy
-from fp8compile.recipe import Gemm, Recipe
+from fp8compile.recipe import OPERANDS, Gemm, Recipe
 from fp8compile.site import CollectiveSite, Decision, MatmulSite
 
 
@@ -44,8 +45,11 @@ class FoundMatmul:
 
     @property
     def gemm(self) -> Gemm | None:
-        """How it runs in FP8, or None if it is kept."""
-        return self.decision.gemm(self.site.role) if self.decision else None
+        """How it runs in FP8, casts in the order of its operands, or None if it is kept."""
+        gemm = self.decision.gemm(self.site.role) if self.decision else None
+        if gemm is not None and self.site.operands == OPERANDS[self.site.role][::-1]:
+            return dataclasses.replace(gemm, first=gemm.second, second=gemm.first)
+        return gemm
 
 
 @dataclass

@@ -76,6 +76,12 @@ def input_of(placeholder: torch.fx.Node, position: int, inputs: tuple[GraphInput
     return inputs[index] if index < len(inputs) else None
 
 
+def is_inside_control_flow(graph: torch.fx.Graph) -> bool:
+    """Whether ``graph`` is the body of a higher-order operator: AOTAutograd describes the inputs of whole graphs only."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    return bool(placeholders) and not any("desc" in node.meta for node in placeholders)
+
+
 def is_tangent(placeholder: torch.fx.Node) -> bool:
     descriptor = placeholder.meta.get("desc")
     return isinstance(descriptor, TangentAOTInput) or str(placeholder.target).startswith("tangents")

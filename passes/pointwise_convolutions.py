@@ -89,7 +89,8 @@ def _would_run(node: torch.fx.Node, role: Role, context: PassContext) -> bool:
     found = FoundMatmul(site, node, x, weight, decision=decision)
     if found.gemm is None or cannot_run(found, context.chip) or value(x).dtype not in HIGH_PRECISION:
         return False
-    return not decision.if_faster or gemm_gain(site, context.chip) > 0
+    own_casts = context.chip.memory_seconds((site.m + site.n) * site.k * (1 + value(x).dtype.itemsize), launches=2)
+    return not decision.if_faster or gemm_gain(site, context.chip) > own_casts
 
 
 def _rewrite_forward(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
