@@ -77,11 +77,11 @@ def test_narrow_llama_layers_need_to_share_a_cast() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "launches", "speedup"), [(8.61, 80, 1.52), (8.28, 75, 1.53), (7.77, 67, 1.56), (5.5, 60, 1.70)]
+    ("gigabytes", "launches", "speedup"), [(8.61, 80, 1.52), (8.28, 75, 1.53), (7.77, 67, 1.56), (5.5, 19, 1.70)]
 )
 def test_llama_block_speeds_up_as_the_design_says(gigabytes: float, launches: int, speedup: float) -> None:
-    """DESIGN.md, section 6: 21 GEMMs, and outside of them 19 kernels moving 4.32 GB in bf16, against torchao's bytes, two
-    of a naive pass, and the floor."""
+    """DESIGN.md, section 6: 21 GEMMs, and outside of them 19 kernels moving 4.32 GB in bf16, against torchao, two
+    naive passes, and the floor if it took no more launches than bf16."""
     shapes = [LLAMA_GEMMS[name] for name in ("q", "k", "k", "out", "up", "up", "down")]
     gemms = [gemm for out, features in shapes for gemm in gemms_of_layer(LLAMA_TOKENS, out, features)]
     high, fp8 = (sum(H100.matmul_seconds(1, *gemm, fp8=flag) for gemm in gemms) for flag in (False, True))
