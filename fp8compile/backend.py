@@ -9,6 +9,7 @@ import functools
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,11 @@ def fp8(
         OptionError: for an unknown option or a value that it does not take.
     """
     parsed = Options.parse(options, mode)
-    debug = DebugFolder.create(parsed.debug)
-    inputs = _graph_inputs(gm, example_inputs)
+    compilation = _Compilation(parsed, _graph_inputs(gm, example_inputs), DebugFolder.create(parsed.debug))
     patches = {
         **parsed.config_patches(),
-        "joint_custom_pre_pass": _JointPass(parsed, inputs, debug),
-        "post_grad_custom_pre_pass": _PostGradPass(parsed, inputs, debug),
+        "joint_custom_pre_pass": _JointPass(compilation),
+        "post_grad_custom_pre_pass": _PostGradPass(compilation),
     }
     engine: dict[str, Any] = {"inner_compile": _run_op_by_op} if parsed.engine == "eager" else {}
     # AOTAutograd's cache would return a compiled graph without running our passes, and with them the report;
@@ -94,35 +94,43 @@ def collect_reports(listener: Listener | None = None) -> Iterator[Report]:
         _listeners.reset(token)
 
 
-class _Pass(CustomGraphPass):
-    """Our passes as Inductor calls them. ``uuid`` covers what the rewritten graph depends on besides the graph."""
+@dataclass
+class _Compilation:
+    """One captured graph on its way: what its passes share."""
 
-    passes: list[Pass]
-
-    def __init__(self, options: Options, inputs: tuple[GraphInput, ...], debug: DebugFolder) -> None:
-        self.options = options
-        self.inputs = inputs
-        self.debug = debug
-
-    def uuid(self) -> str | None:
-        fingerprint = self.options.fingerprint()
-        if fingerprint is None:
-            return None
-        key = (source_fingerprint(), fingerprint, self.inputs, [p.__name__ for p in self.passes])
-        return hashlib.sha256(repr(key).encode()).hexdigest()
+    options: Options
+    inputs: tuple[GraphInput, ...]
+    debug: DebugFolder
+    report: GraphReport | None = None
 
     def context(self) -> PassContext:
         return PassContext(self.options.policy, self.options.recipe, self.options.target, self.inputs)
 
-    def run(self, graph: torch.fx.Graph, context: PassContext, prefix: str) -> None:
+    def run(self, passes: list[Pass], graph: torch.fx.Graph, context: PassContext, prefix: str) -> None:
         self.debug.write_graph(f"{prefix}_before", graph)
         run_passes(
-            self.passes,
+            passes,
             graph,
             context,
             check=self.options.verify,
             after_each=lambda name, g: self.debug.write_graph(f"{prefix}_after_{name}", g),
         )
+
+
+class _Pass(CustomGraphPass):
+    """Our passes as Inductor calls them. ``uuid`` covers what the rewritten graph depends on besides the graph."""
+
+    passes: list[Pass]
+
+    def __init__(self, compilation: _Compilation) -> None:
+        self.compilation = compilation
+
+    def uuid(self) -> str | None:
+        fingerprint = self.compilation.options.fingerprint()
+        if fingerprint is None:
+            return None
+        key = (source_fingerprint(), fingerprint, self.compilation.inputs, [p.__name__ for p in self.passes])
+        return hashlib.sha256(repr(key).encode()).hexdigest()
 
 
 class _JointPass(_Pass):
@@ -131,12 +139,12 @@ class _JointPass(_Pass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if is_inside_control_flow(graph):
             return  # reported, and kept, with the graph around it
-        context = self.context()
+        compilation, context = self.compilation, self.compilation.context()
         has_backward = any(is_tangent(node) for node in graph.nodes if node.op == "placeholder")
         before = copy.deepcopy(graph) if _listeners.get() else graph
-        self.run(graph, context, "joint")
-        report = GraphReport.of(context, has_backward)
-        self.debug.write_report(report)
+        compilation.run(self.passes, graph, context, "joint")
+        report = compilation.report = GraphReport.of(context, has_backward)
+        compilation.debug.write_report(report)
         _log(report)
         for listener in _listeners.get():
             listener(report, before, graph, context)
@@ -146,7 +154,10 @@ class _PostGradPass(_Pass):
     passes = POST_GRAD_PASSES
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        self.run(graph, self.context(), "post_grad")
+        context = self.compilation.context()
+        self.compilation.run(self.passes, graph, context, "post_grad")
+        if self.compilation.report is not None:
+            self.compilation.report.add_passes(context)
 
 
 def _run_op_by_op(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:

@@ -76,11 +76,16 @@ class GraphReport:
             )
             for found in context.collectives
         ]
-        passes = [
+        report = cls(rows, [], dict(context.casts), has_backward)
+        report.add_passes(context)
+        return report
+
+    def add_passes(self, context: PassContext) -> None:
+        """Note what the passes that ran in ``context`` did: name, matched, skipped by reason, milliseconds."""
+        self.passes += [
             {"pass": r.name, "matched": r.matched, "skipped": dict(r.skipped), "milliseconds": round(r.milliseconds, 3)}
             for r in context.records
         ]
-        return cls(rows, passes, dict(context.casts), has_backward)
 
 
 @dataclass

@@ -47,6 +47,11 @@ def is_dynamic(size: int | torch.SymInt) -> bool:
     return not isinstance(size, int) and size.node.maybe_as_int() is None
 
 
+def depends_on_data(size: int | torch.SymInt) -> bool:
+    """Whether a size is known only when the program runs (an unbacked symbol)."""
+    return is_dynamic(size) and not size.node.has_hint()  # type: ignore[union-attr]
+
+
 def is_conversion(node: torch.fx.Node) -> bool:
     """A conversion between floating-point dtypes that changes nothing else."""
     if node.target not in CONVERSIONS or not isinstance(value(node), torch.Tensor):
@@ -77,7 +82,7 @@ def input_of(placeholder: torch.fx.Node, position: int, inputs: tuple[GraphInput
 
 
 def is_inside_control_flow(graph: torch.fx.Graph) -> bool:
-    """Whether ``graph`` is the body of a higher-order operator: AOTAutograd describes the inputs of whole graphs only."""
+    """Whether ``graph`` is the body of a higher-order operator: AOTAutograd describes inputs of whole graphs only."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     return bool(placeholders) and not any("desc" in node.meta for node in placeholders)
 
@@ -142,19 +147,26 @@ def steps(node: torch.fx.Node) -> list[Step]:
         node = source
     shape = _key(value(node).shape)
     result: list[Step] = []
+    starts: list[tuple[Any, ...]] = []  # the shape before each step of ``result``
     for member in reversed(chain):
         before, shape = shape, _key(value(member).shape)
         if member.target in PERMUTES:
             order = _permutation(member)
+            start = before
             if result and result[-1][0] == "permute":
-                earlier = result.pop()[1]
+                earlier, start = result.pop()[1], starts.pop()
                 order = tuple(earlier[d] for d in order)
             if order != tuple(range(len(order))):
                 result.append(("permute", order, member))
+                starts.append(start)
         elif shape != before:
+            start = before
             if result and result[-1][0] == "view":
                 result.pop()
-            result.append(("view", shape, member))
+                start = starts.pop()
+            if shape != start:
+                result.append(("view", shape, member))
+                starts.append(start)
     return result
 
 

@@ -12,7 +12,7 @@ import torch.fx
 from fp8compile.hardware import Chip
 from fp8compile.passes.casts import CastPlan, plan_casts
 from fp8compile.passes.context import FoundMatmul, PassContext, PassRecord
-from fp8compile.passes.dataflow import HIGH_PRECISION
+from fp8compile.passes.dataflow import HIGH_PRECISION, depends_on_data, value
 from fp8compile.site import MatmulSite, keep
 
 WORTH_PADDING = 1.25
@@ -57,6 +57,8 @@ def cannot_run(found: FoundMatmul, chip: Chip) -> str | None:
         return "empty: a dimension is zero"
     if "n" in site.dynamic:
         return f"N is dynamic: {chip.name} needs a multiple of {chip.alignment}, and only K is padded dynamically"
+    if depends_on_data(value(found.first).shape[-1]):
+        return f"K depends on data, so that it cannot be padded to the multiple of {chip.alignment} that FP8 needs"
     return _too_small(site, chip) or _wasteful(site, chip)
 
 

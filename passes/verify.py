@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile import ops
 from fp8compile.hardware import Chip
@@ -55,6 +56,11 @@ MAY_READ_FP8: set[Any] = {
 } | VIEWS
 
 
+def _differ(size: Any, other: Any) -> bool:
+    """Whether two sizes are known to differ; never guards on a size that is not known."""
+    return statically_known_true(size != other)
+
+
 def _has_value(node: torch.fx.Node, chip: Chip) -> str | None:
     if node.op == "call_function" and getattr(node.target, "namespace", "") == "fp8compile" and "val" not in node.meta:
         return "has no meta['val']"
@@ -70,7 +76,9 @@ def _scale_fits(node: torch.fx.Node, chip: Chip) -> str | None:
     x, scale = (value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
     if scale.dtype != torch.float32:
         return f"scale is {scale.dtype}, not float32"
-    if scale.dim() != x.dim() or any(s != 1 and s != size for s, size in zip(scale.shape, x.shape, strict=False)):
+    if scale.dim() != x.dim() or any(
+        _differ(s, 1) and _differ(s, size) for s, size in zip(scale.shape, x.shape, strict=False)
+    ):
         return f"scale {tuple(scale.shape)} does not broadcast to {tuple(x.shape)}"
     return None
 
@@ -86,7 +94,7 @@ def _operands_are_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
 
 def _contractions_agree(node: torch.fx.Node, chip: Chip) -> str | None:
     a, b = (value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
-    return None if a.shape[-1] == b.shape[-1] else f"contraction {a.shape[-1]} against {b.shape[-1]}"
+    return f"contraction {a.shape[-1]} against {b.shape[-1]}" if _differ(a.shape[-1], b.shape[-1]) else None
 
 
 def _is_aligned(node: torch.fx.Node, chip: Chip) -> str | None:
@@ -99,7 +107,7 @@ def _is_aligned(node: torch.fx.Node, chip: Chip) -> str | None:
 
 def _operands_are_k_major(node: torch.fx.Node, chip: Chip) -> str | None:
     for key, arg in zip("ab", node.args[:2], strict=True):
-        if value(arg).stride(-1) != 1:  # type: ignore[arg-type]
+        if _differ(value(arg).stride(-1), 1):  # type: ignore[arg-type]
             return f"operand {key} has stride {value(arg).stride(-1)} along the contraction"  # type: ignore[arg-type]
     return None
 
@@ -107,9 +115,9 @@ def _operands_are_k_major(node: torch.fx.Node, chip: Chip) -> str | None:
 def _scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
     a, b, scale_a, scale_b = (value(arg) for arg in node.args[:4])  # type: ignore[arg-type]
     for key, data, scale in (("a", a, scale_a), ("b", b, scale_b)):
-        if scale.shape[-1] != 1 or scale.dim() != data.dim():
+        if _differ(scale.shape[-1], 1) or scale.dim() != data.dim():
             return f"scale of {key} is {tuple(scale.shape)}, not one number per row"
-        if isinstance(scale.shape[-2], int) and scale.shape[-2] not in (1, data.shape[-2]):
+        if _differ(scale.shape[-2], 1) and _differ(scale.shape[-2], data.shape[-2]):
             return f"scale of {key} has {scale.shape[-2]} rows, its data {data.shape[-2]}"
     return None
 
