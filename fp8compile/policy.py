@@ -154,11 +154,12 @@ class Policy:
         recipe = default or get_recipe(DEFAULT_RECIPE)
         if isinstance(site, CollectiveSite):
             return keep("collectives keep the model's dtype")
-        if site.kind in WITHOUT_FP8_FORM:
+        rule = next((rule for rule in reversed(self.rules) if rule.matches(site)), None)
+        decision = rule.decide(site) if rule else None
+        if site.kind in WITHOUT_FP8_FORM and (decision is None or decision.fp8):
             return keep(SENSITIVE_KINDS[site.kind])
-        for rule in reversed(self.rules):
-            if rule.matches(site):
-                return rule.decide(site)
+        if decision is not None:
+            return decision
         if self.base == "none":
             return keep("policy: none")
         if site.kind in SENSITIVE_KINDS:

@@ -34,10 +34,12 @@ def verify(graph: torch.fx.Graph, context: PassContext, record: PassRecord) -> N
     broken = []
     for node in graph.nodes:
         for target, rule in RULES:
-            if target is ANY or node.target is target:
-                if (complaint := rule(node, context.chip)) is not None:
-                    broken.append(f"{node.name} ({rule.__name__.strip('_')}): {complaint}")
-                record.matched += 1
+            if target is not ANY and node.target is not target:
+                continue
+            record.matched += 1
+            if (complaint := rule(node, context.chip)) is not None:
+                broken.append(f"{node.name} ({rule.__name__.strip('_')}): {complaint}")
+                break  # a rule may rely on those before it
     if broken:
         raise VerificationError("the rewritten graph breaks a rule:\n  " + "\n  ".join(broken))
 
@@ -62,9 +64,9 @@ def _differ(size: Any, other: Any) -> bool:
 
 
 def _has_value(node: torch.fx.Node, chip: Chip) -> str | None:
-    if node.op == "call_function" and getattr(node.target, "namespace", "") == "fp8compile" and "val" not in node.meta:
-        return "has no meta['val']"
-    return None
+    ours = node.op == "call_function" and getattr(node.target, "namespace", "") == "fp8compile"
+    without = [n.name for n in (node, *node.all_input_nodes) if ours and "val" not in n.meta]
+    return f"{', '.join(without)} without meta['val']" if without else None
 
 
 def _scale_is_float32(node: torch.fx.Node, chip: Chip) -> str | None:
@@ -115,7 +117,7 @@ def _operands_are_k_major(node: torch.fx.Node, chip: Chip) -> str | None:
 def _scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
     a, b, scale_a, scale_b = (value(arg) for arg in node.args[:4])  # type: ignore[arg-type]
     for key, data, scale in (("a", a, scale_a), ("b", b, scale_b)):
-        if _differ(scale.shape[-1], 1) or scale.dim() != data.dim():
+        if scale.dim() != data.dim() or _differ(scale.shape[-1], 1):
             return f"scale of {key} is {tuple(scale.shape)}, not one number per row"
         if _differ(scale.shape[-2], 1) and _differ(scale.shape[-2], data.shape[-2]):
             return f"scale of {key} has {scale.shape[-2]} rows, its data {data.shape[-2]}"
