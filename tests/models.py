@@ -1,7 +1,7 @@
 """What the tests of whole models share: compiling with ``backend="fp8"``, running, and comparing with eager.
 
-The reference is the model itself, copied to float64 and run eagerly. The bounds are those of HARD_CASES.md, unless a test
-derives another.
+The reference is the model itself, copied to float64 and run eagerly. The bounds are those of HARD_CASES.md, unless a
+test derives another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def sqnr(reference: torch.Tensor, got: torch.Tensor) -> float:
     return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
-def compile_fp8(model: Callable[..., Any], *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any) -> Any:
+def compile_fp8(
+    model: Callable[..., Any], *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any
+) -> Any:
     """``torch.compile(model, backend="fp8")`` with every matmul in FP8, verified, op by op; ``options`` change that."""
     chosen = {"policy": "all", "engine": "eager", "verify": True, **options}
     return torch.compile(model, backend="fp8", options=chosen, fullgraph=fullgraph, dynamic=dynamic)
@@ -63,8 +65,8 @@ def run(
     parameters: Sequence[tuple[str, torch.Tensor]] = (),
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Run:
-    """Forward, and backward where something requires a gradient. Without ``loss`` the output's gradient is random noise,
-    the same in every run."""
+    """Forward, and backward where something requires a gradient. Without ``loss`` the output's gradient is random
+    noise, the same in every run."""
     for _, parameter in parameters:
         parameter.grad = None
     inputs = [x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in inputs]
@@ -75,11 +77,15 @@ def run(
         loss(result).backward()
     elif differentiable:
         generator = torch.Generator().manual_seed(1)
-        noise = [torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out.dtype) for out in differentiable]
+        noise = [
+            torch.randn(out.shape, generator=generator, dtype=torch.float32).to(out.dtype) for out in differentiable
+        ]
         torch.autograd.backward(differentiable, noise)
     grads = {name: p.grad for name, p in parameters if p.requires_grad}
     grads |= {f"input {i}": x.grad for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad}
-    return Run([out.detach() for out in outputs], {k: None if g is None else g.detach().clone() for k, g in grads.items()})
+    return Run(
+        [out.detach() for out in outputs], {k: None if g is None else g.detach().clone() for k, g in grads.items()}
+    )
 
 
 def run_module(call: Callable[..., Any], model: nn.Module, *inputs: Any, loss: Any = None) -> Run:
@@ -102,7 +108,8 @@ def reference_of(model: nn.Module, *inputs: Any, loss: Any = None, count: bool =
 
 
 def assert_close(reference: Run, got: Run, like: Run, out_db: float = OUT_DB, grad_db: float = GRAD_DB) -> None:
-    """``got`` has the shapes and dtypes of ``like`` and the numbers of ``reference`` within the bounds; zeros stay zeros."""
+    """``got`` has the shapes and dtypes of ``like`` and the numbers of ``reference`` within the bounds; zeros stay
+    zeros."""
     expected, actual, typed = reference.tensors(), got.tensors(), like.tensors()
     assert actual.keys() == typed.keys() == expected.keys()
     assert {k for k, g in got.grads.items() if g is None} == {k for k, g in like.grads.items() if g is None}
@@ -168,7 +175,8 @@ class CastRecorder:
         return data
 
     def bytes_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes of each cast so far whose input equals ``tensor`` or its transpose, in the orientation of ``tensor``."""
+        """The bytes of each cast so far whose input equals ``tensor`` or its transpose, in the orientation of
+        ``tensor``."""
         found = []
         for x, data in self.casts:
             if x.shape == tensor.shape and torch.equal(x.float(), tensor.float()):
