@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import (
     RECIPES,
@@ -83,7 +83,7 @@ def test_wgrad_is_padded_where_that_is_cheap(tokens: int, padded: bool | None) -
         assert wgrad.notes == ((f"K padded {tokens}→{-(-tokens // 16) * 16}",) if padded else ())
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     tokens=st.integers(1, 70),
     fan_in=st.integers(1, 70),
@@ -93,18 +93,14 @@ def test_wgrad_is_padded_where_that_is_cheap(tokens: int, padded: bool | None) -
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
 def test_any_shape(tokens: int, fan_in: int, fan_out: int, recipe: str, bias: bool, dtype: torch.dtype) -> None:
-    """Every M, N and K works. Bounds: a single product of E4M3 by E5M2 has at worst 2⁻⁴ + 2⁻³ relative error, 14.5 dB,
-    and that is what an output of a single element can come to."""
+    """Every M, N and K works, and no GEMM whose N or K is below 16 runs in FP8. What does run there has so many
+    elements that normal data's 28 dB (25 with E5M2) cannot fall to the usual bounds by chance."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = nn.Linear(fan_in, fan_out, bias=bias).to(dtype)
-    small = min(tokens, fan_in, fan_out) < 16
-    bounds = {"out_db": 14.5, "grad_db": 14.5} if small else {}
-    report = check(model, normal(tokens, fan_in, dtype=dtype), recipe=recipe, **bounds)
+    report = check(nn.Linear(fan_in, fan_out, bias=bias).to(dtype), normal(tokens, fan_in, dtype=dtype), recipe=recipe)
     for row in report.rows:
         _, n, k = (int(size) for size in row.shape.split("×"))
-        if row.fp8:
-            assert min(n, k) >= 16
+        assert not row.fp8 or min(n, k) >= 16
 
 
 # S3
@@ -124,7 +120,7 @@ def test_experts_without_tokens(recipe: str, engine: str, width: int) -> None:
     assert empty
     keeps_wgrad = "recipe rowwise_hp_wgrad keeps wgrad in high precision"
     assert all(not row.fp8 and row.reason in ("empty: a dimension is zero", keeps_wgrad) for row in empty)
-    assert any(row.reason == "empty: a dimension is zero" for row in empty)
+    assert recipe == "rowwise_hp_wgrad" or any(row.reason == "empty: a dimension is zero" for row in empty)
     assert sum(row.fp8 for row in report.rows if row.role == "fprop") == 2
 
 
@@ -147,25 +143,31 @@ def test_no_tokens_after_some_with_dynamic_shapes() -> None:
         check(model, normal(tokens, 64), compiled=compiled, flops=False)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_tokens_chosen_by_data(recipe: str) -> None:
-    """Routing by a mask makes token counts that no one knows while compiling; with or without a graph break, also for
-    none."""
+class Routed(nn.Module):
+    """An expert for the tokens that a mask chooses."""
 
-    class Routed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.expert = nn.Linear(64, 64)
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.expert = nn.Linear(width, width)
 
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return torch.zeros_like(x).index_put((mask.nonzero().squeeze(1),), self.expert(x[mask]))
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x).index_put((mask.nonzero().squeeze(1),), self.expert(x[mask]))
 
+
+@pytest.mark.parametrize(
+    ("engine", "recipe", "capture"),
+    [*(("eager", recipe, capture) for recipe in RECIPES for capture in (False, True)), ("inductor", "rowwise", True)],
+)
+def test_tokens_chosen_by_data(engine: str, recipe: str, capture: bool) -> None:
+    """Routing by a mask makes token counts that no one knows while compiling. With a graph break or captured as
+    unbacked sizes, for many tokens and for none: right, and every matmul in the report. Captured, it compiles once."""
     model, x = Routed(), normal(40, 64)
-    for capture in (False, True):
-        torch._dynamo.reset()
-        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capture):
-            compiled = compile_fp8(model, recipe=recipe)
-            for chosen in (5, 33, 0, 40):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=capture):
+        compiled = compile_fp8(model, recipe=recipe, engine=engine)
+        report = check(model, x, torch.arange(40) < 5, compiled=compiled, flops=False)
+        assert {row.role for row in report.rows} >= {"fprop", "dgrad", "wgrad"}
+        with torch._dynamo.config.patch(error_on_recompile=capture):
+            for chosen in (33, 0, 40):
                 check(model, x, torch.arange(40) < chosen, compiled=compiled, flops=False)
 
 
@@ -217,8 +219,8 @@ def make_boxed(gm: torch.fx.GraphModule) -> Callable[..., Any]:
     return make_boxed_func(gm.forward)
 
 
-@pytest.mark.parametrize("sizes", [(17, 1, 33), (33, 17, 1, 48, 16, 15), (1, 2, 3), (64, 17, 13)])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sizes", [(17, 1, 33), (64, 17, 13, 1, 48)])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_no_more_recompilations_than_inductor(sizes: tuple[int, ...], recipe: str) -> None:
     """Batch sizes on both sides of 16 and of its multiples: padding a dynamic size adds no guard of its own."""
     graphs = {}
