@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,26 +50,23 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
 
 def _uncompiled(model: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The model that was compiled, and the options it was compiled with if that was with our backend."""
-    original = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None)
-    candidates = [model, getattr(model, "_compiled_call_impl", None), getattr(model, "dynamo_ctx", None)]
-    for candidate in candidates:
-        wrapper = _backend_of(candidate)
-        if wrapper is not None and getattr(wrapper, "compiler_fn", None) is fp8:
-            return original or model, {**wrapper.kwargs.get("options", {}), **_mode(wrapper.kwargs)}
-    return original or model, {}
+    original = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
+    for wrapper in _backends_of(model):
+        if wrapper.compiler_fn is fp8:
+            mode = {"mode": wrapper.kwargs["mode"]} if "mode" in wrapper.kwargs else {}
+            return original, {**wrapper.kwargs.get("options", {}), **mode}
+    return original, {}
 
 
-def _mode(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {"mode": kwargs["mode"]} if "mode" in kwargs else {}
-
-
-def _backend_of(candidate: Any) -> Any:
-    """The wrapped backend that ``torch.compile`` put into what it returned."""
-    context = getattr(candidate, "dynamo_ctx", candidate)
-    for name in ("_torchdynamo_orig_backend", "callback"):
-        found = getattr(context, name, None)
+def _backends_of(model: Callable[..., Any]) -> Iterator[Any]:
+    """The backends that ``torch.compile`` put into what it returned: into the context of a module, or into the closure
+    of a function, of which ``model.compile()`` makes one too."""
+    contexts = [getattr(model, "dynamo_ctx", None)]
+    for function in (model, getattr(model, "_compiled_call_impl", None)):
+        contexts += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    for context in contexts:
+        found = getattr(context, "callback", None)
         while found is not None and not hasattr(found, "compiler_fn"):
             found = getattr(found, "_torchdynamo_orig_backend", None)
         if found is not None:
-            return found
-    return None
+            yield found
