@@ -185,7 +185,7 @@ TORCHAO_RECIPES = {
 
 @pytest.mark.parametrize("recipe", sorted(TORCHAO_RECIPES))
 def test_as_good_as_torchao(recipe: str) -> None:
-    """Against the package, run eagerly on the same tensors. torchao rounds rowwise scales to powers of two; so do we."""
+    """Against the package, run eagerly on the same tensors. torchao rounds rowwise scales to powers of two."""
     model, x = linear(), normal(768, 512)
     theirs, exact = torchao_step(model, x, recipe), exact_step(model, x)
     ours = step(compile_fp8(model, recipe=TORCHAO_RECIPES[recipe]), model, x)
