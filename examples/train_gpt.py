@@ -370,7 +370,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     needed = chosen.batch * chosen.context + 1
     if len(split(chosen.data)[1]) < needed:
         parser.error(
-            f"the text has {len(chosen.data):,} bytes; its last {VALIDATION_SHARE:.0%} must hold a batch to validate on "
+            f"the text has {len(chosen.data):,} bytes; its last {VALIDATION_SHARE:.0%} must hold a validation batch "
             f"(--batch {chosen.batch} × --context {chosen.context} + 1 = {needed:,} bytes)"
         )
     return chosen

@@ -8,6 +8,7 @@ import copy
 import functools
 import hashlib
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 import torch.fx
 from functorch.compile import make_boxed_func
 from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -59,11 +61,10 @@ def fp8(
     """
     parsed = Options.parse(options, mode)
     compilation = _Compilation(parsed, _graph_inputs(gm, example_inputs), DebugFolder.create(parsed.debug))
-    patches = {
-        **parsed.config_patches(),
-        "joint_custom_pre_pass": _JointPass(compilation),
-        "post_grad_custom_pre_pass": _PostGradPass(compilation),
-    }
+    patches = parsed.config_patches()
+    for key, ours in (("joint_custom_pre_pass", _JointPass), ("post_grad_custom_pre_pass", _PostGradPass)):
+        users = patches.get(key, getattr(inductor_config, key))
+        patches[key] = ours(compilation, users)
     engine: dict[str, Any] = {"inner_compile": _run_op_by_op} if parsed.engine == "eager" else {}
     # AOTAutograd's cache would return a compiled graph without running our passes, and with them the report;
     # Inductor's own cache, which holds the expensive part, stays on.
@@ -118,25 +119,39 @@ class _Compilation:
 
 
 class _Pass(CustomGraphPass):
-    """Our passes as Inductor calls them. ``uuid`` covers what the rewritten graph depends on besides the graph."""
+    """Our passes as Inductor calls them, behind those that the user gave Inductor.
+
+    ``uuid`` covers what the rewritten graph depends on besides the graph.
+    """
 
     passes: list[Pass]
 
-    def __init__(self, compilation: _Compilation) -> None:
+    def __init__(self, compilation: _Compilation, users: Any) -> None:
         self.compilation = compilation
+        self.users = users if isinstance(users, (list, tuple)) else [users] if users is not None else []
 
     def uuid(self) -> str | None:
         fingerprint = self.compilation.options.fingerprint()
-        if fingerprint is None:
+        users = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.users]
+        if fingerprint is None or None in users:
             return None
-        key = (source_fingerprint(), fingerprint, self.compilation.inputs, [p.__name__ for p in self.passes])
+        key = (source_fingerprint(), fingerprint, self.compilation.inputs, [p.__name__ for p in self.passes], users)
         return hashlib.sha256(repr(key).encode()).hexdigest()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for users_pass in self.users:
+            users_pass(graph)
+        self.rewrite(graph)
+
+    @abstractmethod
+    def rewrite(self, graph: torch.fx.Graph) -> None:
+        """Run our passes on ``graph``."""
 
 
 class _JointPass(_Pass):
     passes = JOINT_PASSES
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
+    def rewrite(self, graph: torch.fx.Graph) -> None:
         if is_inside_control_flow(graph):
             return  # reported, and kept, with the graph around it
         compilation, context = self.compilation, self.compilation.context()
@@ -153,7 +168,7 @@ class _JointPass(_Pass):
 class _PostGradPass(_Pass):
     passes = POST_GRAD_PASSES
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
+    def rewrite(self, graph: torch.fx.Graph) -> None:
         context = self.compilation.context()
         self.compilation.run(self.passes, graph, context, "post_grad")
         if self.compilation.report is not None:

@@ -49,6 +49,8 @@ WITHOUT_FP8_FORM: dict[str, Kind] = {
     "aten::_scaled_mm_v2": "scaled",
     "aten::_scaled_grouped_mm": "scaled",
     "aten::_scaled_grouped_mm_v2": "scaled",
+    "fp8compile::scaled_mm": "scaled",
+    "fp8compile::scaled_grouped_mm": "scaled",
     "aten::convolution": "convolution",
     "aten::convolution_backward": "convolution",
     "aten::_scaled_dot_product_flash_attention": "attention",

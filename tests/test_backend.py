@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import sqnr
 from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fp8compile
 
@@ -194,3 +195,24 @@ def test_decisions_depend_on_the_target_and_not_on_the_machine() -> None:
     }
     assert reasons["a100"] == {"a100 has no FP8 tensor cores"}
     assert reasons["h100"] == reasons["b200"] == {"policy: all"}
+
+
+class MarksRelu(CustomGraphPass):
+    """A user's own pass: turns ReLU into tanh, so that its effect shows in the result."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            node.target = torch.ops.aten.tanh.default
+
+    def uuid(self) -> str:
+        return "marks relu"
+
+
+def test_a_users_own_pass_runs_too() -> None:
+    """Inductor has one slot for a custom pass; taking it does not drop what was there."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(32, 64)
+    options = {**ALL, "engine": "eager", "joint_custom_pre_pass": MarksRelu()}
+    with torch.no_grad(), fp8compile.collect_reports() as report:
+        out = torch.compile(model, backend="fp8", options=options)(x)
+    assert report.in_fp8 == 1
+    assert sqnr(model[0](x).tanh(), out) > 20
