@@ -163,9 +163,9 @@ def train(
     *,
     options: dict[str, Any] | None = None,
     seed: int = 0,
-    steps: int = 400,
+    steps: int = 300,
     width: int = 128,
-    depth: int = 4,
+    depth: int = 3,
     heads: int = 4,
     context: int = 128,
     batch: int = 16,
@@ -191,7 +191,7 @@ def train(
 
     started = time.perf_counter()
     losses: list[Tensor] = []
-    bar = tqdm(range(steps), desc=f"{backend:>8}", unit="step", disable=not progress, file=sys.stderr)
+    bar = tqdm(range(steps), desc=f"{backend:>9}", unit="step", disable=not progress, file=sys.stderr)
     with fp8compile.collect_reports(measure_saved_bytes) as report:
         for step in bar:
             inputs, targets = (t.to(device) for t in sample_batch(training_text, batch, context, batches))
@@ -335,11 +335,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--width", type=int, default=128, help="features of the residual stream")
-    parser.add_argument("--depth", type=int, default=4, help="number of transformer blocks")
+    parser.add_argument("--depth", type=int, default=3, help="number of transformer blocks")
     parser.add_argument("--heads", type=int, default=4, help="attention heads; they divide the width")
     parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
     parser.add_argument("--batch", type=int, default=16, help="windows of text per step")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="AdamW's, at its peak")
     parser.add_argument("--recipe", choices=list(fp8compile.RECIPES), default="tensorwise", help="how to quantize")
     parser.add_argument(
@@ -347,6 +347,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         choices=["all", "default", "none"],
         default="all",
         help="which matmuls go to FP8; 'default' takes those that it makes faster on the target",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["inductor", "eager"],
+        default="inductor",
+        help="'eager' runs both graphs op by op: slower, but needs no C++ compiler",
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and the sample")
     parser.add_argument("--text", type=Path, help="a file to train on instead of Python's help topics")
@@ -378,7 +384,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     chosen = parse_arguments()
-    options = {"policy": chosen.policy, "recipe": chosen.recipe}
+    options = {"policy": chosen.policy, "recipe": chosen.recipe, "engine": chosen.engine}
     sizes = {key: getattr(chosen, key) for key in ("width", "depth", "heads", "context", "batch")}
     common: dict[str, Any] = {
         **sizes,
@@ -390,7 +396,7 @@ def main() -> None:
     }
     source = chosen.text or "Python's help topics"
     print(f"Training on {source}, {len(chosen.data):,} bytes, on {default_device()}: once in bf16, once in FP8.")
-    bf16 = train("inductor", **common)
+    bf16 = train("inductor" if chosen.engine == "inductor" else "aot_eager", **common)
     fp8 = train("fp8", options=options, **common)
 
     print(

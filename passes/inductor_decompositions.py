@@ -30,11 +30,20 @@ WITHHELD = (
 )
 
 
+class _TracingDecompositions(dict[Any, Any]):
+    """Pickles as a reference to what makes it: Inductor's cache key contains the table, whose functions do not pickle.
+    That Inductor's own table is the same is in Inductor's key, the rest in our passes'."""
+
+    def __reduce__(self) -> Any:
+        return tracing_decompositions, ()
+
+
 def tracing_decompositions() -> dict[Any, Any]:
     """Inductor's decompositions without those of matmuls."""
     from torch._inductor.decomposition import select_decomp_table
 
-    return {op: rule for op, rule in select_decomp_table().items() if op not in WITHHELD}
+    table = select_decomp_table()
+    return _TracingDecompositions({op: rule for op, rule in table.items() if op not in WITHHELD})
 
 
 def restore_decompositions(graph: torch.fx.Graph, context: PassContext, record: PassRecord) -> None:
