@@ -66,7 +66,7 @@ def _differ(size: Any, other: Any) -> bool:
 def _has_value(node: torch.fx.Node, chip: Chip) -> str | None:
     ours = node.op == "call_function" and getattr(node.target, "namespace", "") == "fp8compile"
     without = [n.name for n in (node, *node.all_input_nodes) if ours and "val" not in n.meta]
-    return f"{', '.join(without)} without meta['val']" if without else None
+    return f"{', '.join(without)}: no meta['val']" if without else None
 
 
 def _scale_is_float32(node: torch.fx.Node, chip: Chip) -> str | None:
