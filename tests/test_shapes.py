@@ -287,11 +287,13 @@ class Bare(nn.Module):
 
     def __init__(self, compute: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(*shape) / shape[-2] ** 0.5) for shape in shapes)
+        self.names = [f"weight{index}" for index in range(len(shapes))]
+        for name, shape in zip(self.names, shapes, strict=True):
+            self.register_parameter(name, nn.Parameter(torch.randn(*shape) / shape[-2] ** 0.5))
         self.compute = compute
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.compute(x, *self.weights)
+        return self.compute(x, *[getattr(self, name) for name in self.names])
 
 
 WAYS_TO_MULTIPLY: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
