@@ -1,5 +1,6 @@
 # make help
 SHELL := bash
+.ONESHELL:
 .SHELLFLAGS := -eu -o pipefail -c
 
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
@@ -40,8 +41,9 @@ lint: venv
 # On an installed copy: mypy does not follow the editable install's mapping of passes/ to fp8compile.passes.
 types: venv
 	@rm -rf build/lib build/bdist.* build/mypy
-	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-index --target build/mypy .
-	cd build/mypy && $(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p fp8compile
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-index --target build/mypy .
+	cd build/mypy
+	$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p fp8compile
 
 pytest: venv compiler
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -n $(CORES) $(ARGS)
@@ -86,7 +88,6 @@ venv:
 	$$install 'setuptools>=77' wheel
 	$$install --no-build-isolation --editable '.[demo,test]'
 	echo "$$wanted" > $$stamp
-.ONESHELL: venv compiler
 
 compiler:
 	@if ! command -v "$${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null && ! command -v clang++ >/dev/null; then
