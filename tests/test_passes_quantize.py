@@ -351,8 +351,8 @@ def test_wgrads_operand_is_saved_as_fp8() -> None:
     assert [t.dtype for t in tensors if t.dtype == E4M3] == [E4M3]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_hp_wgrad"])
-@pytest.mark.parametrize("make", [NormLinear, QKV, mlp, Block])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("make", [NormLinear, QKV, mlp])
 def test_never_more_bytes_for_the_backward_than_without_fp8(make: Callable[[], nn.Module], recipe: str) -> None:
     """Measured at run time on what autograd is asked to keep, in bfloat16."""
     model, x = make().bfloat16(), normal(2, 32, 64, dtype=torch.bfloat16)
