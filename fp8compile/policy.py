@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from fp8compile.recipe import DEFAULT_RECIPE, ROLES, Recipe, Role, get_recipe
+from fp8compile.recipe import ROLES, Recipe, Role, get_recipe
 from fp8compile.site import CollectiveSite, Decision, Kind, MatmulSite, Site, keep, use
 
 Base = Literal["default", "all", "none"]
@@ -149,9 +149,8 @@ class Policy:
         reason = reason or f"rule: use {chosen.name} for {', '.join(patterns) or 'everything'}"
         return self._with(Rule(_checked(patterns), _checked_roles(roles), min_size, chosen, reason))
 
-    def decide(self, site: Site, default: Recipe | None = None) -> Decision:
-        """The decision for ``site``; ``default`` is the recipe of ``options["recipe"]``."""
-        recipe = default or get_recipe(DEFAULT_RECIPE)
+    def decide(self, site: Site) -> Decision:
+        """The decision for ``site``. The only method that a subclass needs; it may ask ``super().decide(site)``."""
         if isinstance(site, CollectiveSite):
             return keep("collectives keep the model's dtype")
         rule = next((rule for rule in reversed(self.rules) if rule.matches(site)), None)
@@ -165,14 +164,14 @@ class Policy:
         if site.kind in SENSITIVE_KINDS:
             return keep(SENSITIVE_KINDS[site.kind])
         if self.base == "all":
-            return use(recipe, "policy: all")
+            return use(reason="policy: all")
         for trait in sorted(site.traits):
             if trait in SENSITIVE_TRAITS:
                 return keep(SENSITIVE_TRAITS[trait])
         for pattern, reason in SENSITIVE_NAMES.items():
             if _glob(pattern)(site.module) and not (pattern == "**.gate" and _width(site) > WIDEST_ROUTER):
                 return keep(reason)
-        return use(recipe, "policy: default", if_faster=True)
+        return use(reason="policy: default", if_faster=True)
 
     def fingerprint(self) -> str | None:
         """What distinguishes this policy from others in a cache key; None turns caching of compiled graphs off.

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from fp8compile.recipe import Gemm, Operand, Recipe, Role
+from fp8compile.recipe import Gemm, Operand, Recipe, Role, get_recipe
 
 Kind = Literal[
     "linear",
@@ -101,33 +101,34 @@ Site = MatmulSite | CollectiveSite
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a site: FP8 with a recipe, or kept in high precision. There is always a reason.
+    """What becomes of a site, and why. Made by :func:`use` and :func:`keep`.
 
-    ``if_faster`` leaves the last word to the cost model of the target.
+    Attributes:
+        fp8: whether it runs in FP8.
+        reason: shown in the report; never empty.
+        recipe: how it is quantized; None stands for ``options["recipe"]``.
+        if_faster: leave the last word to the cost model of the target.
     """
 
-    recipe: Recipe | None
+    fp8: bool
     reason: str
+    recipe: Recipe | None = None
     if_faster: bool = False
 
     def __post_init__(self) -> None:
         if not self.reason:
             raise ValueError("Decision: a reason is required")
 
-    @property
-    def fp8(self) -> bool:
-        return self.recipe is not None
-
     def gemm(self, role: Role) -> Gemm | None:
         """The FP8 GEMM for ``role``, or None if the site is kept."""
-        return self.recipe.gemm(role) if self.recipe else None
+        return self.recipe.gemm(role) if self.fp8 and self.recipe else None
 
 
-def use(recipe: Recipe, reason: str, *, if_faster: bool = False) -> Decision:
-    """Run the site in FP8 with ``recipe``."""
-    return Decision(recipe, reason, if_faster)
+def use(recipe: str | Recipe | None = None, reason: str = "policy", *, if_faster: bool = False) -> Decision:
+    """Run the site in FP8, with ``recipe`` or else with that of the options."""
+    return Decision(True, reason, None if recipe is None else get_recipe(recipe), if_faster)
 
 
 def keep(reason: str) -> Decision:
     """Keep the site in high precision."""
-    return Decision(None, reason)
+    return Decision(False, reason)

@@ -13,7 +13,7 @@ import torch.fx
 from fp8compile.hardware import Chip
 from fp8compile.policy import Policy
 from fp8compile.recipe import OPERANDS, Gemm, Recipe
-from fp8compile.site import CollectiveSite, Decision, MatmulSite
+from fp8compile.site import CollectiveSite, Decision, MatmulSite, Site
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,22 @@ class PassContext:
     collectives: list[FoundCollective] = field(default_factory=list)
     records: list[PassRecord] = field(default_factory=list)
     casts: collections.Counter[str] = field(default_factory=collections.Counter)
+
+    def ask_policy(self, site: Site) -> Decision:
+        """The policy's decision, with the recipe that it left to the options.
+
+        Raises:
+            TypeError: if a policy answers with something else than a decision.
+        """
+        decision = self.policy.decide(site)
+        if not isinstance(decision, Decision):
+            raise TypeError(
+                f"{type(self.policy).__name__}.decide() returned {decision!r} for {site.module or '(root)'}; "
+                "it must return fp8compile.use(...) or fp8compile.keep(...)"
+            )
+        if decision.fp8 and decision.recipe is None:
+            return dataclasses.replace(decision, recipe=self.recipe)
+        return decision
 
 
 Pass = Callable[[torch.fx.Graph, PassContext, PassRecord], None]

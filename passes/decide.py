@@ -22,14 +22,13 @@ WORTH_PADDING = 1.25
 def decide(graph: torch.fx.Graph, context: PassContext, record: PassRecord) -> None:
     """Decide for every site; sets ``decision`` on what ``find_sites`` found."""
     for collective in context.collectives:
-        collective.decision = context.policy.decide(collective.site, context.recipe)
+        collective.decision = context.ask_policy(collective.site)
     for found in context.matmuls:
-        found.decision = context.policy.decide(found.site, context.recipe)
-        if found.decision.recipe is None:
+        found.decision = context.ask_policy(found.site)
+        if not found.decision.fp8:
             continue
-        recipe = found.decision.recipe
         if found.gemm is None:
-            found.decision = keep(f"recipe {recipe} keeps {found.site.role} in high precision")
+            found.decision = keep(f"recipe {found.decision.recipe} keeps {found.site.role} in high precision")
         elif reason := cannot_run(found, context.chip):
             found.decision = keep(reason)
         else:
@@ -161,10 +160,14 @@ def _source_side(graph: networkx.DiGraph) -> set[Any]:
     """The source's side of a minimum cut; each connected component is solved by itself, which keeps this linear."""
     if "source" not in graph or "sink" not in graph:
         return set(graph)
+    gains = graph["source"]
     inner = graph.subgraph(set(graph) - {"source", "sink"})
     chosen: set[Any] = set()
     for component in networkx.weakly_connected_components(inner):
-        part = graph.subgraph(component | {"source", "sink"})
+        part = networkx.DiGraph()
+        part.add_nodes_from(("source", "sink"))
+        part.add_edges_from(("source", node, gains[node]) for node in component if node in gains)
+        part.add_edges_from((node, *edge) for node in component for edge in graph[node].items())
         chosen |= networkx.minimum_cut(part, "source", "sink")[1][0]
     return chosen
 

@@ -85,7 +85,7 @@ def _would_run(node: torch.fx.Node, role: Role, context: PassContext) -> bool:
         dtypes=(value(x).dtype, value(weight).dtype),
         out_dtype=value(x).dtype,
     )
-    decision = context.policy.decide(site, context.recipe)
+    decision = context.ask_policy(site)
     found = FoundMatmul(site, node, x, weight, decision=decision)
     if found.gemm is None or cannot_run(found, context.chip) or value(x).dtype not in HIGH_PRECISION:
         return False

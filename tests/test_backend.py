@@ -216,3 +216,25 @@ def test_a_users_own_pass_runs_too() -> None:
         out = torch.compile(model, backend="fp8", options=options)(x)
     assert report.in_fp8 == 1
     assert sqnr(model[0](x).tanh(), out) > 20
+
+
+class FirstLayer(fp8compile.Policy):
+    def decide(self, site: fp8compile.MatmulSite) -> Any:
+        return super().decide(site) if site.module == "0" else None
+
+
+def test_a_policy_that_does_not_decide_is_an_error() -> None:
+    with pytest.raises(Exception, match=r"FirstLayer\.decide\(\) returned None for 2.*fp8compile\.keep"):
+        torch.compile(mlp(), backend="fp8", options={"policy": FirstLayer("all"), "engine": "eager"})(
+            torch.randn(32, 64)
+        )
+
+
+def test_the_options_recipe_fills_in_for_a_subclass() -> None:
+    class Half(fp8compile.Policy):
+        def decide(self, site: fp8compile.MatmulSite) -> fp8compile.Decision:
+            return super().decide(site) if site.module == "0" else fp8compile.keep("not the first")
+
+    options = {**ALL, "policy": Half("all"), "recipe": "rowwise"}
+    report = fp8compile.explain(mlp(), torch.randn(32, 64), options=options)
+    assert {(row.module, row.recipe) for row in report} == {("0", "rowwise"), ("2", None)}

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 import fp8compile as fp8
 
 class Unhashable(fp8.Policy):
-    def decide(self, site, default=None):
+    def decide(self, site):
         return fp8.use(fp8.RECIPES["rowwise"], "mine")
 
 POLICIES = {"all": "all", "keep a": fp8.Policy.all().keep("a"), "unhashable": Unhashable("all")}
