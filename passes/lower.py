@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile import formulas, ops
 from fp8compile.passes.builder import Builder
@@ -80,11 +81,9 @@ def _hopper_scaled_mm(
     """``aten._scaled_mm``: cuBLASLt for tensorwise scales, CUTLASS for rowwise, which it writes in bfloat16 only."""
     columns = build.call(aten.permute.default, b, [1, 0])
     scales = (scale_a, build.call(aten.permute.default, scale_b, [1, 0]))
-    rowwise = [
-        value(s).dim() == 2 and value(d).shape[0] == value(s).shape[0] != 1 for s, d in ((scale_a, a), (scale_b, b))
-    ]
-    if out_dtype == torch.bfloat16 and (all(rowwise) or not any(rowwise)):
-        fits = bias is not None and value(bias).dtype == out_dtype
+    rowwise = [not statically_known_true(value(scale).shape[0] == 1) for scale in (scale_a, scale_b)]
+    if not any(rowwise) or (all(rowwise) and out_dtype == torch.bfloat16):
+        fits = bias is not None and value(bias).dtype == out_dtype != torch.float32
         out = build.call(aten._scaled_mm.default, a, columns, *scales, bias if fits else None, None, out_dtype, fast)
         return out if bias is None or fits else _add_bias(build, out, bias, out_dtype)
     one = build.call(aten.full.default, [], 1.0, dtype=torch.float32, device=value(a).device)

@@ -125,7 +125,7 @@ def test_matmul_on_a_gpu_becomes_a_scaled_mm_with_the_same_result(
     rows: tuple[bool, bool], out_dtype: torch.dtype, bias: torch.dtype | None
 ) -> None:
     """One ``aten._scaled_mm``, whose operands Hopper takes: a row-major, b column-major. Its result is within two
-    roundings to the output's dtype of the reference, whatever scales, output dtype and bias."""
+    roundings to the output's dtype, and the rounding of float32 sums of 64 products, of the reference."""
     args = (*operands(rows, bias), out_dtype, True)
     graph = lowered(SCALED_MM, *args, device="meta")
     assert not fp8_nodes(graph)
@@ -138,7 +138,8 @@ def test_matmul_on_a_gpu_becomes_a_scaled_mm_with_the_same_result(
         assert (tuple(scale_a.shape), tuple(scale_b.shape)) == ((48, 1), (1, 32))
         assert gemm.args[6] == torch.bfloat16  # CUTLASS writes nothing else
     got, expected = run_on_cpu(graph, *args).double(), SCALED_MM(*args).double()
-    assert ((got - expected).abs() <= 2 * torch.finfo(out_dtype).eps * expected.abs().max()).all()
+    bound = 2 * torch.finfo(out_dtype).eps + 64 * torch.finfo(torch.float32).eps
+    assert ((got - expected).abs() <= bound * expected.abs().max()).all()
 
 
 @pytest.mark.parametrize("fast", [True, False])
