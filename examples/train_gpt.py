@@ -127,7 +127,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 into_residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * depth) if into_residual else 1))
+                nn.init.normal_(parameter, std=0.7 / math.sqrt(width * (2 * depth if into_residual else 1)))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -163,11 +163,11 @@ def train(
     *,
     options: dict[str, Any] | None = None,
     seed: int = 0,
-    steps: int = 300,
+    steps: int = 600,
     width: int = 128,
-    depth: int = 3,
+    depth: int = 2,
     heads: int = 4,
-    context: int = 128,
+    context: int = 64,
     batch: int = 16,
     learning_rate: float = 2e-3,
     text: Tensor | None = None,
@@ -259,7 +259,9 @@ def explain_quietly(model: GPT, batch: int, policy: str, recipe: str) -> fp8comp
     """What ``policy`` would do with a training step; nothing is compiled, and ``explain``'s long table not shown."""
     device = next(model.parameters()).device
     tokens = torch.zeros(batch, model.context, dtype=torch.long, device=device)
-    with contextlib.redirect_stdout(io.StringIO()), torch.autocast(device.type, dtype=torch.bfloat16):
+    quiet = io.StringIO()
+    autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), autocast:
         return fp8compile.explain(model, tokens, tokens, options={"policy": policy, "recipe": recipe})
 
 
@@ -335,11 +337,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--width", type=int, default=128, help="features of the residual stream")
-    parser.add_argument("--depth", type=int, default=3, help="number of transformer blocks")
+    parser.add_argument("--depth", type=int, default=2, help="number of transformer blocks")
     parser.add_argument("--heads", type=int, default=4, help="attention heads; they divide the width")
-    parser.add_argument("--context", type=int, default=128, help="bytes that the model sees")
+    parser.add_argument("--context", type=int, default=64, help="bytes that the model sees")
     parser.add_argument("--batch", type=int, default=16, help="windows of text per step")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="AdamW's, at its peak")
     parser.add_argument("--recipe", choices=list(fp8compile.RECIPES), default="tensorwise", help="how to quantize")
     parser.add_argument(
