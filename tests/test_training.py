@@ -418,7 +418,7 @@ def test_resuming_equals_going_on(recipe: str) -> None:
 # T8
 
 
-@pytest.mark.parametrize(("engine", "recipe"), [*(("eager", recipe) for recipe in RECIPES), ("inductor", "rowwise")])
+@pytest.mark.parametrize(("engine", "recipe"), [("eager", "tensorwise"), ("eager", "rowwise"), ("inductor", "rowwise")])
 def test_twenty_steps_without_graph_breaks_or_recompilations(engine: str, recipe: str) -> None:
     """``fullgraph=True``, one graph, and nothing compiled after the second step while the loss goes down."""
     model = nn.Sequential(Block()) if engine == "eager" else mlp()
