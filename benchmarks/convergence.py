@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import inspect
 import json
 import platform
 import statistics
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from train_gpt import load_text, train  # noqa: E402
 
 LARGEST_DIFFERENCE = 0.005
+DEMO = {name: parameter.default for name, parameter in inspect.signature(train).parameters.items()}
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ def compare(seed: int, arguments: argparse.Namespace, bar: tqdm) -> Pair:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (default 3)")
-    parser.add_argument("--steps", type=int, default=400, help="of training (default 400)")
-    parser.add_argument("--width", type=int, default=128, help="of the model (default 128)")
-    parser.add_argument("--depth", type=int, default=4, help="layers (default 4)")
+    parser.add_argument("--steps", type=int, default=DEMO["steps"], help="of training (default: the demo's)")
+    parser.add_argument("--width", type=int, default=DEMO["width"], help="of the model (default: the demo's)")
+    parser.add_argument("--depth", type=int, default=DEMO["depth"], help="layers (default: the demo's)")
     parser.add_argument("--recipe", default="tensorwise", help=f"one of {', '.join(fp8compile.RECIPES)}")
     parser.add_argument("--text", type=Path, help="a text file of your own (default: the topics of pydoc_data)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the numbers")
