@@ -70,7 +70,7 @@ venv:
 			fi
 		done
 		if [ -z "$$python" ]; then
-			echo "make: needs Python 3.10 or newer; found $$($(or $(PYTHON),python3) --version 2>&1 || true)." \
+			echo "make: needs Python 3.10 or newer; found $$($(or $(PYTHON),python3) --version 2>&1 | head -n 1 || true)." \
 				"Name one with PYTHON=/path/to/python3" >&2
 			exit 1
 		fi
