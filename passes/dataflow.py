@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    ParamAOTInput,
+    PlainAOTInput,
+    TangentAOTInput,
+)
 
 from fp8compile.passes.context import GraphInput
 from fp8compile.recipe import Operand
@@ -70,8 +75,10 @@ def is_plain_clone(node: torch.fx.Node) -> bool:
 def input_of(placeholder: torch.fx.Node, position: int, inputs: tuple[GraphInput, ...]) -> GraphInput | None:
     """The graph input that ``placeholder`` carries; None for tangents, symbols and seeds."""
     descriptor = placeholder.meta.get("desc")
-    while descriptor is not None and not isinstance(descriptor, PlainAOTInput) and hasattr(descriptor, "base"):
+    while hasattr(descriptor, "base"):
         descriptor = descriptor.base
+    if isinstance(descriptor, (ParamAOTInput, BufferAOTInput)):  # Inductor's freezing leaves parameters in the module
+        return GraphInput(descriptor.target, is_parameter=True)
     if descriptor is None:
         index = position
     elif isinstance(descriptor, PlainAOTInput):
