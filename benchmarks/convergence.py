@@ -74,7 +74,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=DEMO["steps"], help="of training (default: the demo's)")
     parser.add_argument("--width", type=int, default=DEMO["width"], help="of the model (default: the demo's)")
     parser.add_argument("--depth", type=int, default=DEMO["depth"], help="layers (default: the demo's)")
-    parser.add_argument("--recipe", default="tensorwise", help=f"one of {', '.join(fp8compile.RECIPES)}")
+    parser.add_argument(
+        "--recipe", default="rowwise", help=f"the demo's by default; one of {', '.join(fp8compile.RECIPES)}"
+    )
     parser.add_argument("--text", type=Path, help="a text file of your own (default: the topics of pydoc_data)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the numbers")
     arguments = parser.parse_args()

@@ -6,7 +6,7 @@ The model reads bytes and predicts the next one. It has float32 weights and runs
 precision; the FP8 run differs in one argument, the backend::
 
     torch.compile(model, backend="inductor")
-    torch.compile(model, backend="fp8", options={"policy": "all", "recipe": "tensorwise"})
+    torch.compile(model, backend="fp8", options={"policy": "all", "recipe": "rowwise"})
 
 Neither the model nor the optimizer knows about FP8: weights stay float32 parameters, and forward and backward are
 rewritten by the compiler.
@@ -343,7 +343,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16, help="windows of text per step")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="AdamW's, at its peak")
-    parser.add_argument("--recipe", choices=list(fp8compile.RECIPES), default="tensorwise", help="how to quantize")
+    parser.add_argument("--recipe", choices=list(fp8compile.RECIPES), default="rowwise", help="how to quantize")
     parser.add_argument(
         "--policy",
         choices=["all", "default", "none"],
