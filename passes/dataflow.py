@@ -74,7 +74,7 @@ def is_plain_clone(node: torch.fx.Node) -> bool:
 
 def input_of(placeholder: torch.fx.Node, position: int, inputs: tuple[GraphInput, ...]) -> GraphInput | None:
     """The graph input that ``placeholder`` carries; None for tangents, symbols and seeds."""
-    descriptor = placeholder.meta.get("desc")
+    descriptor: Any = placeholder.meta.get("desc")
     while hasattr(descriptor, "base"):
         descriptor = descriptor.base
     if isinstance(descriptor, (ParamAOTInput, BufferAOTInput)):  # Inductor's freezing leaves parameters in the module
