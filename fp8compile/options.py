@@ -17,6 +17,10 @@ ENGINES = ("inductor", "eager")
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
+READ_BY_DYNAMO = ("freezing",)
+"""Inductor's options that decide how a graph is captured: too late for a backend to set."""
+
+
 class OptionError(ValueError):
     """An option that does not exist, or a value that it does not take."""
 
@@ -141,6 +145,11 @@ def _check_inductor_option(name: str, value: Any) -> None:
         raise OptionError(
             f"backend 'fp8': there is no option {name!r}{guess}\n"
             f"Options are those of torch._inductor.config and\n{ours}"
+        )
+    if key in READ_BY_DYNAMO and value != known[key]:
+        raise OptionError(
+            f"backend 'fp8': option {name!r} has no effect here, since Dynamo reads it before a backend is called; "
+            f"set torch._inductor.config.{key} = {value!r} before compiling"
         )
     default = known[key]
     comparable = isinstance(default, (bool, int, float, str)) and value is not None

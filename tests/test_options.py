@@ -240,3 +240,11 @@ def test_fingerprint_is_none_if_the_policy_has_none() -> None:
         pass
 
     assert Options.parse({"policy": Mine()}).fingerprint() is None
+
+
+def test_freezing_as_an_option_is_an_error_and_not_ignored() -> None:
+    """Dynamo reads it while it captures; as an option it would do nothing in silence. Inductor's own setting works."""
+    with pytest.raises(OptionError, match=r"'freezing' has no effect.*torch\._inductor\.config\.freezing = True"):
+        Options.parse({"freezing": True})
+    with torch._inductor.config.patch(freezing=True):
+        Options.parse({"freezing": True})
