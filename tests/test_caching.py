@@ -8,7 +8,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -88,41 +87,26 @@ def process(folder: Path, *cases: Case) -> dict[Case, Result]:
     return {case: Result(**result) for case, result in zip(cases, results, strict=True)}
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[Case, Result], dict[Case, Result]]:
-    """Two processes, one after the other, with one cache folder."""
-    folder = tmp_path_factory.mktemp("cache")
-    first = process(folder, TENSORWISE, ROWWISE, KEPT, UNHASHABLE)
-    second = process(folder, ROWWISE, TENSORWISE, NOT_KEPT, UNHASHABLE)
-    return first, second
+def test_two_processes_with_one_cache_folder(tmp_path: Path) -> None:
+    """What a process compiled another one finds, and nothing else. One test, because it takes half a minute."""
+    first = process(tmp_path, TENSORWISE, ROWWISE, KEPT, UNHASHABLE)
+    second = process(tmp_path, ROWWISE, TENSORWISE, NOT_KEPT, UNHASHABLE)
 
-
-def test_second_process_finds_what_the_first_compiled_and_computes_the_same_bytes(processes: Any) -> None:
-    """Forward and backward, in another order than they were compiled in."""
-    first, second = processes
+    # the same program is found, forward and backward, in whatever order, and computes the same bytes
     for case in (TENSORWISE, ROWWISE):
         assert (first[case].hit, first[case].miss) == (0, 2)
         assert (second[case].hit, second[case].miss) == (2, 0)
         assert second[case].digest == first[case].digest
 
+    # two recipes are two graphs
+    assert first[TENSORWISE].digest != first[ROWWISE].digest
 
-def test_two_recipes_are_two_graphs(processes: Any) -> None:
-    """Compiled into one folder, neither finds the other's program."""
-    for results in processes:
-        assert results[TENSORWISE].digest != results[ROWWISE].digest
-
-
-def test_names_that_a_policy_looks_at_are_part_of_the_key(processes: Any) -> None:
-    """The same graph, but the layer is called ``a`` or ``b``, and a rule keeps ``a``."""
-    first, second = processes
+    # names that a policy looks at are part of the key: the same graph, its layer called a or b, and a rule keeps a
     assert second[NOT_KEPT].hit == 0
     assert first[KEPT].digest not in (second[NOT_KEPT].digest, first[TENSORWISE].digest)
     assert second[NOT_KEPT].digest == first[TENSORWISE].digest
 
-
-def test_policy_that_cannot_be_hashed_is_never_cached(processes: Any) -> None:
-    """A subclass without a fingerprint: nothing is looked up, nothing is stored, in either process."""
-    first, second = processes
+    # a policy without a fingerprint is never looked up and never stored
     for results in (first, second):
         assert (results[UNHASHABLE].hit, results[UNHASHABLE].miss) == (0, 0)
         assert results[UNHASHABLE].bypass >= 1

@@ -366,7 +366,8 @@ def assert_fake_agrees(operator, *args) -> None:
         fake = operator(*fake_args)
     meta = operator(*[a.to("meta") if isinstance(a, torch.Tensor) else a for a in args])
     for other in (fake, meta):
-        assert (other.shape, other.stride(), other.dtype) == (real.shape, real.stride(), real.dtype)
+        assert (other.shape, other.dtype) == (real.shape, real.dtype)
+        assert other.stride() == real.stride() or not real.numel()  # strides of nothing mean nothing
 
 
 @given(st.data())
