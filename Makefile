@@ -84,7 +84,8 @@ venv:
 	echo "Installing torch $(TORCH) and fp8compile into $(VENV); the first time this downloads a few GB"
 	mkdir -p build
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > build/constraints-$(TORCH).txt
-	install="$(BIN)/python -m pip install --quiet --constraint build/constraints-$(TORCH).txt"
+	# --no-compile: Python compiles what is imported, not all that there is: half a minute less
+	install="$(BIN)/python -m pip install --quiet --no-compile --constraint build/constraints-$(TORCH).txt"
 	$$install 'setuptools>=77' wheel
 	$$install --no-build-isolation --editable '.[demo,test]'
 	echo "$$wanted" > $$stamp

@@ -163,7 +163,7 @@ def train(
     *,
     options: dict[str, Any] | None = None,
     seed: int = 0,
-    steps: int = 600,
+    steps: int = 500,
     width: int = 128,
     depth: int = 2,
     heads: int = 4,
@@ -341,7 +341,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4, help="attention heads; they divide the width")
     parser.add_argument("--context", type=int, default=64, help="bytes that the model sees")
     parser.add_argument("--batch", type=int, default=16, help="windows of text per step")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each run")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps of each run")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="AdamW's, at its peak")
     parser.add_argument("--recipe", choices=list(fp8compile.RECIPES), default="rowwise", help="how to quantize")
     parser.add_argument(
