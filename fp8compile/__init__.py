@@ -15,6 +15,7 @@ from fp8compile.site import CollectiveSite, Decision, MatmulSite, keep, use
 if TYPE_CHECKING:
     from fp8compile.backend import collect_reports, fp8
     from fp8compile.explanation import explain
+    from fp8compile.preview.result import Preview, preview
     from fp8compile.report import Report
 
 __version__ = "0.1.0"
@@ -25,11 +26,14 @@ _IMPORTED_WHEN_USED = {
     "collect_reports": "fp8compile.backend",
     "explain": "fp8compile.explanation",
     "Report": "fp8compile.report",
+    "Preview": "fp8compile.preview.result",
 }
 """Names whose modules need Inductor, which takes seconds to import."""
 
 
 def __getattr__(name: str) -> Any:
+    if name == "preview":  # a package that can be called
+        return importlib.import_module("fp8compile.preview")
     if name not in _IMPORTED_WHEN_USED:
         raise AttributeError(f"module 'fp8compile' has no attribute {name!r}")
     return getattr(importlib.import_module(_IMPORTED_WHEN_USED[name]), name)
@@ -43,11 +47,13 @@ __all__ = [
     "Gemm",
     "MatmulSite",
     "Policy",
+    "Preview",
     "Recipe",
     "Report",
     "collect_reports",
     "explain",
     "fp8",
     "keep",
+    "preview",
     "use",
 ]

@@ -10,7 +10,7 @@ import hashlib
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,41 @@ def fp8(
         OptionError: for an unknown option or a value that it does not take.
     """
     parsed = Options.parse(options, mode)
-    compilation = _Compilation(parsed, _graph_inputs(gm, example_inputs), DebugFolder.create(parsed.debug))
-    patches = parsed.config_patches()
+    return compile_with(_ENGINES[parsed.engine], gm, example_inputs, parsed)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What turns the rewritten graphs into something to call.
+
+    Attributes:
+        inner_compile: compiles one forward, backward or inference graph, as Inductor's does; None: Inductor's.
+        before_joint: sees the joint (or inference) graph before our passes.
+        patches: settings of Inductor on top of the user's.
+    """
+
+    inner_compile: Callable[..., Any] | None = None
+    before_joint: Callable[[torch.fx.Graph], None] | None = None
+    patches: dict[str, Any] = field(default_factory=dict)
+
+
+def compile_with(
+    engine: Engine, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> Callable[..., Any]:
+    """Take a captured graph through our passes and Inductor's, and let ``engine`` compile what comes out."""
+    compilation = _Compilation(
+        options, _graph_inputs(gm, example_inputs), DebugFolder.create(options.debug), engine.before_joint
+    )
+    patches = {**options.config_patches(), **engine.patches}
     for key, ours in (("joint_custom_pre_pass", _JointPass), ("post_grad_custom_pre_pass", _PostGradPass)):
         users = patches.get(key, getattr(inductor_config, key))
         patches[key] = ours(compilation, users)
-    engine: dict[str, Any] = {"inner_compile": _run_op_by_op} if parsed.engine == "eager" else {}
+    inner: dict[str, Any] = {"inner_compile": engine.inner_compile} if engine.inner_compile else {}
     # AOTAutograd's cache would return a compiled graph without running our passes, and with them the report;
     # Inductor's own cache, which holds the expensive part, stays on.
     with functorch_config.patch(enable_autograd_cache=False):
         compiled: Any = compile_fx(
-            gm, example_inputs, config_patches=patches, decompositions=tracing_decompositions(), **engine
+            gm, example_inputs, config_patches=patches, decompositions=tracing_decompositions(), **inner
         )
     return compiled
 
@@ -102,6 +126,7 @@ class _Compilation:
     options: Options
     inputs: tuple[GraphInput, ...]
     debug: DebugFolder
+    before_joint: Callable[[torch.fx.Graph], None] | None = None
     report: GraphReport | None = None
 
     def context(self) -> PassContext:
@@ -139,9 +164,13 @@ class _Pass(CustomGraphPass):
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
     def __call__(self, graph: torch.fx.Graph) -> None:
+        self.prepare(graph)
         for users_pass in self.users:
             users_pass(graph)
         self.rewrite(graph)
+
+    def prepare(self, graph: torch.fx.Graph) -> None:
+        """What comes before every pass."""
 
     @abstractmethod
     def rewrite(self, graph: torch.fx.Graph) -> None:
@@ -150,6 +179,10 @@ class _Pass(CustomGraphPass):
 
 class _JointPass(_Pass):
     passes = JOINT_PASSES
+
+    def prepare(self, graph: torch.fx.Graph) -> None:
+        if self.compilation.before_joint is not None:
+            self.compilation.before_joint(graph)
 
     def rewrite(self, graph: torch.fx.Graph) -> None:
         if is_inside_control_flow(graph):
@@ -178,6 +211,9 @@ class _PostGradPass(_Pass):
 def _run_op_by_op(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """The engine ``"eager"``: the rewritten graph, one operator at a time."""
     return make_boxed_func(gm.forward)
+
+
+_ENGINES: dict[str, Engine] = {"inductor": Engine(), "eager": Engine(_run_op_by_op)}
 
 
 def _graph_inputs(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[GraphInput, ...]:

@@ -56,10 +56,32 @@ def round_up_to_power_of_two(call: Call, scale: Any) -> Any:
 
 def quantize(call: Call, x: Any, scale: Any, dtype: torch.dtype) -> Any:
     """``sat(round_nearest_even(x / scale))``. NaN stays NaN; a division by an infinite scale gives NaN or 0."""
-    scaled = call(aten.div.Tensor, cast(call, x, torch.float32), scale)
+    return saturate(call, call(aten.div.Tensor, cast(call, x, torch.float32), scale), dtype)
+
+
+def saturate(call: Call, scaled: Any, dtype: torch.dtype) -> Any:
+    """Round to ``dtype``, values beyond its largest to its largest."""
     largest = LARGEST[dtype]
     clamped = call(aten.clamp_max.default, call(aten.clamp_min.default, scaled, -largest), largest)
     return cast(call, clamped, dtype)
+
+
+def quantize_transposed(call: Call, x: Any, row_scale: Any, dtype: torch.dtype, rank: int, is_fp8: bool) -> Any:
+    """``x`` (or what FP8 data and ``row_scale`` stand for) transposed, with one scale: the largest of its rows.
+
+    With scales that are powers of two the factor between them is exact.
+
+    Returns:
+        (data, scale), the scale with one element.
+    """
+    scale = call(aten.amax.default, row_scale, list(range(rank)), True)
+    scaled = cast(call, x, torch.float32)
+    if is_fp8:
+        scaled = call(aten.mul.Tensor, scaled, call(aten.div.Tensor, row_scale, scale))
+    else:
+        scaled = call(aten.div.Tensor, scaled, scale)
+    data = saturate(call, scaled, dtype)
+    return call(aten.permute.default, data, [*range(rank - 2), rank - 1, rank - 2]), scale
 
 
 def scaled_mm(

@@ -26,6 +26,8 @@ class Chip:
         high_efficiency, fp8_efficiency, memory_efficiency: the fraction of each peak that good kernels reach.
         launch: seconds that a kernel costs before it does anything.
         alignment: the contraction (K) and the columns (N) of an FP8 GEMM must be multiples of this many elements.
+        multiprocessors: streaming multiprocessors. shared_memory: bytes of it that one block can use.
+        l2_cache: bytes.
     """
 
     name: str
@@ -39,6 +41,9 @@ class Chip:
     memory_efficiency: float = 0.85
     launch: float = 2e-6
     alignment: int = 16
+    multiprocessors: int = 132
+    shared_memory: int = 232448
+    l2_cache: int = 50 << 20
 
     @property
     def has_fp8(self) -> bool:
@@ -71,10 +76,10 @@ class Chip:
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("a100", (8, 0), 312e12, 0, 2.04e12, 80e9),
+        Chip("a100", (8, 0), 312e12, 0, 2.04e12, 80e9, multiprocessors=108, shared_memory=166912, l2_cache=40 << 20),
         Chip("h100", (9, 0), 989e12, 1979e12, 3.35e12, 80e9),
         Chip("h200", (9, 0), 989e12, 1979e12, 4.8e12, 141e9),
-        Chip("b200", (10, 0), 2250e12, 4500e12, 8.0e12, 180e9),
+        Chip("b200", (10, 0), 2250e12, 4500e12, 8.0e12, 180e9, multiprocessors=148, l2_cache=126 << 20),
     )
 }
 DEFAULT_TARGET = "h100"

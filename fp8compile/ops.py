@@ -14,6 +14,7 @@ import torch
 
 from fp8compile import formulas
 from fp8compile.formulas import aten
+from fp8compile.recipe import LARGEST
 
 _LIBRARY = torch.library.Library("fp8compile", "DEF")
 
@@ -29,6 +30,10 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "quantize(Tensor x, Tensor scale, ScalarType dtype, bool transpose, int[2] multiples) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_LIBRARY.define(
+    "quantize_transposed(Tensor x, Tensor row_scale, ScalarType dtype, int[2] multiples) -> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
@@ -76,11 +81,34 @@ def quantize(
         Contiguous FP8 data; ``data * scale ≈ x``.
     """
     data = formulas.quantize(formulas.apply, x, scale, dtype)
-    data = data.mT if transpose else data
+    return _laid_out(data.mT if transpose else data, dtype, multiples)
+
+
+def _laid_out(data: torch.Tensor, dtype: torch.dtype, multiples: Sequence[int]) -> torch.Tensor:
+    """Contiguous, the last two sizes rounded up."""
     rows, columns = (padded_size(size, m) - size for size, m in zip(data.shape[-2:], multiples, strict=True))
     if rows or columns:
         data = aten.constant_pad_nd.default(data.contiguous().view(torch.uint8), [0, columns, 0, rows], 0).view(dtype)
     return data.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.impl(_LIBRARY, "quantize_transposed", "CompositeExplicitAutograd")
+def quantize_transposed(
+    x: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype, multiples: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix transposed and in FP8 with one scale, for a GEMM that sums over its rows.
+
+    Args:
+        x: ``[..., R, C]``, high precision, or FP8 data that ``row_scale`` takes back.
+        row_scale: float32 ``[..., R, 1]``, powers of two.
+        dtype: an FP8 dtype. multiples: as in :func:`quantize`, of the result.
+
+    Returns:
+        Data ``[..., C, R]``, contiguous, and the largest of ``row_scale``, float32 with as many dimensions, all of
+        size 1.
+    """
+    data, scale = formulas.quantize_transposed(formulas.apply, x, row_scale, dtype, x.dim(), x.dtype in LARGEST)
+    return _laid_out(data, dtype, multiples), scale
 
 
 @torch.library.impl(_LIBRARY, "scaled_mm", "CompositeExplicitAutograd")
@@ -153,6 +181,7 @@ def _product_shape(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[list[A
 
 COMPUTE_SCALE = torch.ops.fp8compile.compute_scale.default
 QUANTIZE = torch.ops.fp8compile.quantize.default
+QUANTIZE_TRANSPOSED = torch.ops.fp8compile.quantize_transposed.default
 SCALED_MM = torch.ops.fp8compile.scaled_mm.default
 SCALED_GROUPED_MM = torch.ops.fp8compile.scaled_grouped_mm.default
 
@@ -176,3 +205,11 @@ def _register_shape_rule(op: Any, rule: Callable[..., tuple[list[Any], torch.dty
 
 for _op, _rule in SHAPE_RULES.items():
     _register_shape_rule(_op, _rule)
+
+
+@torch.library.register_fake("fp8compile::quantize_transposed", lib=_LIBRARY)
+def _quantize_transposed_shapes(
+    x: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype, multiples: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape, _ = _data_shape(x, row_scale, dtype, True, multiples)
+    return x.new_empty(shape, dtype=dtype), row_scale.new_empty([1] * x.dim())

@@ -13,7 +13,7 @@ import torch
 
 Role = Literal["fprop", "dgrad", "wgrad"]
 Operand = Literal["input", "weight", "grad_output"]
-Granularity = Literal["tensorwise", "rowwise"]
+Granularity = Literal["tensorwise", "rowwise", "rowwise_once"]
 Accumulation = Literal["fast", "accurate"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -36,7 +36,10 @@ class Cast:
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         granularity: what shares a scale: ``"tensorwise"``, the whole operand, or ``"rowwise"``, all elements that
-            are summed into the same output element (a row along the contraction).
+            are summed into the same output element (a row along the contraction), or ``"rowwise_once"``: one cast per
+            tensor, with a scale per row of its last dimension. A GEMM that sums over the rows, as wgrad does, reads
+            the same values transposed and brought to the largest of those scales. Scales are powers of two, so that
+            this changes no mantissa; what a far smaller scale held may become subnormal.
         power_of_two: round scales up to powers of two, so that scaling never changes a mantissa.
 
     Scales are dynamic and float32: ``scale = max(amax / largest(dtype), 2**-126)``.
@@ -53,6 +56,8 @@ class Cast:
             raise ValueError(
                 f"Cast: granularity {self.granularity!r} is unknown; use one of {', '.join(get_args(Granularity))}"
             )
+        if self.granularity == "rowwise_once" and not self.power_of_two:
+            raise ValueError("Cast: granularity 'rowwise_once' needs power_of_two=True: other scales would round twice")
 
     def __str__(self) -> str:
         return f"{'E4M3' if self.dtype == E4M3 else 'E5M2'} {self.granularity}{' 2^n' if self.power_of_two else ''}"
@@ -116,13 +121,14 @@ class Recipe:
             granularity: see :class:`Cast`.
             dtype: of inputs and weights.
             grad_dtype: of output gradients; ``dtype`` if not given.
-            power_of_two: round scales up to powers of two.
+            power_of_two: round scales up to powers of two; ``"rowwise_once"`` always does.
             accumulation: one value, or one each for fprop, dgrad and wgrad.
             keep: roles that stay in high precision.
         """
         for role in keep:
             if role not in ROLES:
                 raise ValueError(f"Recipe {name!r}: role {role!r} is unknown; use one of {', '.join(ROLES)}")
+        power_of_two = power_of_two or granularity == "rowwise_once"
         plain = Cast(dtype, granularity, power_of_two)
         grad = Cast(grad_dtype or dtype, granularity, power_of_two)
         modes = (accumulation,) * 3 if isinstance(accumulation, str) else accumulation
@@ -156,6 +162,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe.uniform("tensorwise", grad_dtype=E5M2),
         Recipe.uniform("rowwise", granularity="rowwise"),
         Recipe.uniform("rowwise_hp_wgrad", granularity="rowwise", keep=("wgrad",)),
+        Recipe.uniform("rowwise_once", granularity="rowwise_once"),
     )
 }
 """The named recipes; ``options={"recipe": name}`` and ``Policy.use(name)`` look here."""

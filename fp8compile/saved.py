@@ -36,9 +36,13 @@ def saved_bytes(graph: torch.fx.Graph, context: PassContext) -> int:
         num_fwd_outputs=outputs,
         static_lifetime_input_indices=[i for i, node in enumerate(primals) if node in parameters],
     )
-    names = {node.name for node in parameters}
-    kept = _outputs(forward.graph)[outputs:]
-    tensors = {node for node in kept if isinstance(node, torch.fx.Node) and node.name not in names}
+    return kept_bytes(forward.graph, outputs, {node.name for node in parameters})
+
+
+def kept_bytes(forward: torch.fx.Graph, outputs: int, parameters: set[str]) -> int:
+    """Bytes of what a forward graph returns behind its first ``outputs``, save the inputs called ``parameters``."""
+    kept = _outputs(forward)[outputs:]
+    tensors = {node for node in kept if isinstance(node, torch.fx.Node) and node.name not in parameters}
     return sum(_size(value(node)) for node in tensors)
 
 

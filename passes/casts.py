@@ -7,6 +7,7 @@ when the matrix, the cast and the layout are.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,16 @@ class CastPlan:
         return (self.scale_key, self.transpose, self.multiples)
 
     @property
+    def brings_to_one_scale(self) -> bool:
+        """Whether the GEMM sums over what has scales of its own, so that the data need one scale instead."""
+        return self.cast.granularity == "rowwise_once" and self.transpose
+
+    @property
+    def as_it_lies(self) -> CastPlan:
+        """The cast of the same matrix that a GEMM summing over its last dimension reads."""
+        return dataclasses.replace(self, transpose=False, multiples=(1, 1))
+
+    @property
     def elements(self) -> int:
         return math.prod(size_hint(size) for size in value(self.operand).shape)
 
@@ -81,7 +92,8 @@ def _plan(operand: torch.fx.Node, cast: Cast, contraction: int, multiples: tuple
     if views and is_transposed(views[-1]):
         views, contraction = views[:-1], -3 - contraction
     rank = value(operand).dim()
-    dims = (contraction % rank,) if cast.granularity == "rowwise" else tuple(range(rank))
+    by_granularity = {"tensorwise": tuple(range(rank)), "rowwise": (contraction % rank,), "rowwise_once": (rank - 1,)}
+    dims = by_granularity[cast.granularity]
     return CastPlan(operand, root(operand), tuple(views), contraction == -2, dims, cast, needed)
 
 

@@ -2,39 +2,64 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
+from torch._inductor import inductor_prims
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile import formulas, ops
 from fp8compile.passes.builder import Builder
 from fp8compile.passes.context import PassContext, PassRecord
 from fp8compile.passes.dataflow import value
+from fp8compile.recipe import LARGEST
 
 aten = torch.ops.aten
 
 
 def lower(graph: torch.fx.Graph, context: PassContext, record: PassRecord) -> None:
-    """Replace every ``fp8compile::*`` node by its lowering."""
+    """Replace every ``fp8compile::*`` node by its lowering: ATen operators, or launches of our kernels."""
     for node in list(graph.nodes):
         lowering = LOWERINGS.get(node.target)
         if lowering is None:
             continue
         new = lowering(Builder(graph, node, before=node), *node.args)
-        new.meta.update({key: item for key, item in node.meta.items() if key not in new.meta or key == "val"})
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        if isinstance(new, tuple):
+            for part in list(node.users):
+                _replace(graph, part, new[part.args[1]])  # type: ignore[index]
+            graph.erase_node(node)
+        else:
+            _replace(graph, node, new)
         record.matched += 1
     if record.matched:
         graph.lint()
 
 
+def _replace(graph: torch.fx.Graph, node: torch.fx.Node, new: torch.fx.Node) -> None:
+    new.meta.update({key: item for key, item in node.meta.items() if key not in new.meta or key == "val"})
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
 def _compute_scale(build: Builder, x: Any, dims: list[int], dtype: torch.dtype, power_of_two: bool) -> torch.fx.Node:
-    return formulas.compute_scale(build.call, x, dims, dtype, power_of_two)
+    scale = formulas.compute_scale(build.call, x, dims, dtype, power_of_two)
+    return scale if value(scale).device.type == "cpu" else _stored(build, scale)
+
+
+def _stored(build: Builder, node: torch.fx.Node) -> torch.fx.Node:
+    """The node's value, contiguous; on a GPU in memory once, for all the kernels that read it.
+
+    Inductor would compute a value that it has not stored yet anew for every kernel that is not its own.
+    """
+    sizes, device = value(node).shape, value(node).device
+    if device.type == "cpu" or not all(isinstance(size, int) for size in sizes):
+        return build.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+    strides = [math.prod(max(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes))]
+    return build.call(inductor_prims.force_stride_order, node, strides)
 
 
 def _quantize(
@@ -44,10 +69,29 @@ def _quantize(
     if transpose:
         rank = value(data).dim()
         data = build.call(aten.permute.default, data, [*range(rank - 2), rank - 1, rank - 2])
+    return _laid_out(build, data, dtype, multiples)
+
+
+def _laid_out(build: Builder, data: torch.fx.Node, dtype: torch.dtype, multiples: list[int]) -> torch.fx.Node:
     if amounts := _padding(build, data, multiples):
         raw = build.call(aten.view.dtype, data, torch.uint8)
         data = build.call(aten.view.dtype, build.call(aten.constant_pad_nd.default, raw, amounts, 0), dtype)
-    return build.call(aten.clone.default, data, memory_format=torch.contiguous_format)
+    return _stored(build, data)
+
+
+def _quantize_transposed(
+    build: Builder, x: Any, row_scale: Any, dtype: torch.dtype, multiples: list[int]
+) -> tuple[torch.fx.Node, torch.fx.Node]:
+    is_fp8 = value(x).dtype in LARGEST
+    if value(x).device.type != "cpu" and value(x).dim() == 2 and statically_known_true(value(x).stride(1) == 1):
+        from fp8compile.kernels.quantize_transposed import launch_quantize_transposed
+
+        made: tuple[torch.fx.Node, torch.fx.Node] = build.inline(
+            launch_quantize_transposed, x, row_scale, dtype, tuple(multiples)
+        )
+        return made
+    data, scale = formulas.quantize_transposed(build.call, x, row_scale, dtype, value(x).dim(), is_fp8)
+    return _laid_out(build, data, dtype, multiples), scale
 
 
 def _padding(build: Builder, data: torch.fx.Node, multiples: list[int]) -> list[Any]:
@@ -67,31 +111,34 @@ def _padding(build: Builder, data: torch.fx.Node, multiples: list[int]) -> list[
 def _scaled_mm(
     build: Builder, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, out_dtype: torch.dtype, fast: bool
 ) -> torch.fx.Node:
-    rank = value(a).dim()
     if value(a).device.type == "cpu":
-        return formulas.scaled_mm(build.call, a, b, scale_a, scale_b, bias, out_dtype, rank)
-    if rank != 2:
-        return build.call(ops.SCALED_MM, a, b, scale_a, scale_b, bias, out_dtype, fast)
-    return _hopper_scaled_mm(build, a, b, scale_a, scale_b, bias, out_dtype, fast)
+        return formulas.scaled_mm(build.call, a, b, scale_a, scale_b, bias, out_dtype, value(a).dim())
+    if _library_can(a, scale_a, scale_b, out_dtype):
+        return _library_scaled_mm(build, a, b, scale_a, scale_b, bias, out_dtype, fast)
+    from fp8compile.kernels.scaled_mm import launch_scaled_mm
+
+    def product(*arguments: Any) -> Any:
+        return launch_scaled_mm(*arguments)[0]
+
+    ours: torch.fx.Node = build.inline(product, a, b, scale_a, scale_b, bias, out_dtype, fast)
+    return ours
 
 
-def _hopper_scaled_mm(
+def _library_can(a: Any, scale_a: Any, scale_b: Any, out_dtype: torch.dtype) -> bool:
+    """Whether ``aten._scaled_mm`` takes these: a matrix, with scales both tensorwise, or both rowwise and bfloat16."""
+    rowwise = [not statically_known_true(value(scale).shape[-2] == 1) for scale in (scale_a, scale_b)]
+    return value(a).dim() == 2 and (not any(rowwise) or (all(rowwise) and out_dtype == torch.bfloat16))
+
+
+def _library_scaled_mm(
     build: Builder, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, out_dtype: torch.dtype, fast: bool
 ) -> torch.fx.Node:
-    """``aten._scaled_mm``: cuBLASLt for tensorwise scales, CUTLASS for rowwise, which it writes in bfloat16 only."""
+    """``aten._scaled_mm``: cuBLASLt for tensorwise scales, CUTLASS for rowwise."""
     columns = build.call(aten.permute.default, b, [1, 0])
     scales = (scale_a, build.call(aten.permute.default, scale_b, [1, 0]))
-    rowwise = [not statically_known_true(value(scale).shape[0] == 1) for scale in (scale_a, scale_b)]
-    if not any(rowwise) or (all(rowwise) and out_dtype == torch.bfloat16):
-        fits = bias is not None and value(bias).dtype == out_dtype != torch.float32
-        out = build.call(aten._scaled_mm.default, a, columns, *scales, bias if fits else None, None, out_dtype, fast)
-        return out if bias is None or fits else _add_bias(build, out, bias, out_dtype)
-    one = build.call(aten.full.default, [], 1.0, dtype=torch.float32, device=value(a).device)
-    out = build.call(aten._scaled_mm.default, a, columns, one, one, None, None, torch.float32, fast)
-    for scale in scales:
-        out = build.call(aten.mul.Tensor, out, scale)
-    out = out if bias is None else _add_bias(build, out, bias, torch.float32)
-    return formulas.cast(build.call, out, out_dtype)
+    fits = bias is not None and value(bias).dtype == out_dtype != torch.float32
+    out = build.call(aten._scaled_mm.default, a, columns, *scales, bias if fits else None, None, out_dtype, fast)
+    return out if bias is None or fits else _add_bias(build, out, bias, out_dtype)
 
 
 def _scaled_grouped_mm(
@@ -121,9 +168,10 @@ def _add_bias(build: Builder, out: Any, bias: Any, dtype: torch.dtype) -> torch.
     return formulas.cast(build.call, build.call(aten.add.Tensor, out, bias), dtype)
 
 
-LOWERINGS: dict[Any, Callable[..., torch.fx.Node]] = {
+LOWERINGS: dict[Any, Callable[..., torch.fx.Node | tuple[torch.fx.Node, ...]]] = {
     ops.COMPUTE_SCALE: _compute_scale,
     ops.QUANTIZE: _quantize,
+    ops.QUANTIZE_TRANSPOSED: _quantize_transposed,
     ops.SCALED_MM: _scaled_mm,
     ops.SCALED_GROUPED_MM: _scaled_grouped_mm,
 }

@@ -8,6 +8,7 @@ in the forward, which then saves FP8, or in the backward where its source is sav
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ class _CastWriter:
                 if operand is not None:
                     self.readers[operand].append(found)
         plans = [(found, plan) for found in chosen for plan in plan_casts(found, context.chip.alignment)]
+        self.planned = {plan.data_key for _, plan in plans}
         recomputed = {plan.source for found, plan in plans if "recompute" in found.node.meta}
         replaced = {found.node for found in chosen}
         self.saved_as_fp8 = {
@@ -77,6 +79,8 @@ class _CastWriter:
 
     def write(self, plan: CastPlan, found: FoundMatmul, kind: Operand) -> tuple[torch.fx.Node, torch.fx.Node]:
         """-> FP8 data as the GEMM reads it, and its scale as the GEMM reads it."""
+        if plan.brings_to_one_scale:
+            return self._write_with_one_scale(plan, found, kind)
         late = self._belongs_in_backward(plan, found)
         matrix = self._matrix(plan, found, late)
         scale = self._scale(plan, found, late, matrix)
@@ -90,6 +94,35 @@ class _CastWriter:
             counted=f"{kind} in {'backward' if late or self.origin[plan.source] == 'grad_output' else 'forward'}",
         )
         return data, self._scale_as_read(plan, found, scale, data)
+
+    def _write_with_one_scale(
+        self, plan: CastPlan, found: FoundMatmul, kind: Operand
+    ) -> tuple[torch.fx.Node, torch.fx.Node]:
+        """Transposed data with the largest scale of the rows: from the FP8 data, if another GEMM reads those and they
+        cost nothing to keep, else from the matrix."""
+        late = self._belongs_in_backward(plan, found)
+        if not late and plan.as_it_lies.data_key in self.planned:
+            source, row_scale = self.write(plan.as_it_lies, found, kind)
+        else:
+            source = self._matrix(plan, found, late)
+            row_scale = self._scale(plan, found, late, source)
+        late = late or (is_backward(found.node) and self.origin[plan.source] != "grad_output")
+        both = self._once(
+            (plan.data_key, late),
+            lambda build: build.call(ops.QUANTIZE_TRANSPOSED, source, row_scale, plan.cast.dtype, list(plan.multiples)),
+            after=max(source, row_scale),
+            found=found,
+            late=late,
+            counted=f"{kind} in {'backward' if is_backward(found.node) else 'forward'}",
+        )
+        return self._part(both, 0), self._part(both, 1)
+
+    def _part(self, both: torch.fx.Node, index: int) -> torch.fx.Node:
+        key = (both, index)
+        if key not in self.made:
+            build = Builder(self.graph, both, after=both, tag=both.meta.get("partitioner_tag"))
+            self.made[key] = build.call(operator.getitem, both, index)
+        return self.made[key]
 
     def _belongs_in_backward(self, plan: CastPlan, found: FoundMatmul) -> bool:
         """Whether a cast of something from the forward waits for the backward: always for a weight, which costs nothing
@@ -130,8 +163,9 @@ class _CastWriter:
         return Builder(self.graph, found.node, before=found.node).call(aten.permute.default, plan.operand, order)
 
     def _scale(self, plan: CastPlan, found: FoundMatmul, late: bool, matrix: torch.fx.Node) -> torch.fx.Node:
-        if len(plan.dims) == value(matrix).dim() and any(self.saved_as_fp8.values()):
-            late = False  # one number: computed once, for forward and backward
+        of_weight = plan.brings_to_one_scale and self.origin[plan.source] == "weight"
+        if (len(plan.dims) == value(matrix).dim() or of_weight) and any(self.saved_as_fp8.values()):
+            late = False  # one number, or one a row: computed once, for forward and backward
         return self._once(
             (plan.scale_key, late),
             lambda build: build.call(

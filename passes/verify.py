@@ -5,6 +5,7 @@ A rule looks at one node and answers what is wrong with it, or None.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,7 @@ Rule = Callable[[torch.fx.Node, Chip], str | None]
 MAY_READ_FP8: set[Any] = {
     ops.SCALED_MM,
     ops.SCALED_GROUPED_MM,
+    ops.QUANTIZE_TRANSPOSED,
     aten.slice.Tensor,
     aten.clone.default,
     aten.view.dtype,
@@ -89,6 +91,13 @@ def _quantizes_to_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
     return None if value(node).dtype in LARGEST else f"result is {value(node).dtype}, not FP8"
 
 
+def _has_a_scale_per_row(node: torch.fx.Node, chip: Chip) -> str | None:
+    x, scale = (value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
+    if _differ(scale.shape[-1], 1) or _differ(scale.shape[-2], x.shape[-2]):
+        return f"scale {tuple(scale.shape)} is not one number per row of {tuple(x.shape)}"
+    return None
+
+
 def _operands_are_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
     a, b = (value(arg) for arg in node.args[:2])  # type: ignore[arg-type]
     return chip.refuses(a.dtype, b.dtype)
@@ -125,7 +134,10 @@ def _scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
 
 
 def _only_gemms_read_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
-    if node.op != "call_function" or node.target not in (ops.QUANTIZE,):
+    transposed = (
+        node.target is operator.getitem and node.args[1] == 0 and node.args[0].target is ops.QUANTIZE_TRANSPOSED
+    )
+    if node.op != "call_function" or not (node.target is ops.QUANTIZE or transposed):
         return None
     wrong = [u.name for u in node.users if u.op != "output" and u.target not in MAY_READ_FP8]
     return f"FP8 data read by {', '.join(wrong)}" if wrong else None
@@ -145,5 +157,7 @@ RULES: list[tuple[Any, Rule]] = [
     (ops.COMPUTE_SCALE, _scale_is_float32),
     (ops.QUANTIZE, _scale_fits),
     (ops.QUANTIZE, _quantizes_to_fp8),
+    (ops.QUANTIZE_TRANSPOSED, _scale_fits),
+    (ops.QUANTIZE_TRANSPOSED, _has_a_scale_per_row),
     *((gemm, rule) for gemm in (ops.SCALED_MM, ops.SCALED_GROUPED_MM) for rule in GEMM_RULES),
 ]

@@ -24,7 +24,7 @@ import fp8compile
 from fp8compile import formulas
 from fp8compile.report import Report
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_hp_wgrad")
+RECIPES = ("tensorwise", "rowwise", "rowwise_hp_wgrad", "rowwise_once")
 OUT_DB = 18.0
 GRAD_DB = 17.0
 

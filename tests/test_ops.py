@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8compile  # noqa: F401  (registers the operators)
-from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, SCALED_MM, padded_size
+from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, SCALED_MM, padded_size
 from fp8compile.recipe import E4M3, E5M2, LARGEST
 
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
@@ -482,3 +482,48 @@ def assert_all_bytes_equal(got: list[torch.Tensor], expected: list[torch.Tensor]
             torch.testing.assert_close(ours, reference, rtol=0, atol=0, equal_nan=True)
         else:
             assert_same_bytes(ours, np.ascontiguousarray(raw(reference)).view(NUMPY[ours.dtype]))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_transposing_to_one_scale_changes_no_value_that_stays_normal(dtype: torch.dtype) -> None:
+    """Rows whose scales differ by at most a few binades: the transposed data stand for exactly what the rows' do."""
+    x = torch.randn(40, 24) * torch.tensor([1.0, 2.0, 4.0, 8.0]).repeat(10)[:, None]
+    x = x.sign() * x.abs().clamp_min(0.5)  # far enough from the subnormals
+    row_scale = COMPUTE_SCALE(x, [-1], dtype, True)
+    rows = QUANTIZE(x, row_scale, dtype, False, [1, 1])
+    data, scale = QUANTIZE_TRANSPOSED(rows, row_scale, dtype, [1, 1])
+    assert scale.shape == (1, 1)
+    assert scale.item() == row_scale.max().item()
+    assert torch.equal(data.float() * scale, (rows.float() * row_scale).mT)
+
+
+@given(st.data())
+def test_transposing_from_high_precision_rounds_once(data: st.DataObject) -> None:
+    """It is the plain tensorwise cast with the largest of the rows' scales."""
+    rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    x = torch.randn(rows, columns) * 2.0 ** torch.randint(-20, 20, (rows, 1))
+    row_scale = COMPUTE_SCALE(x, [-1], E4M3, True)
+    got, scale = QUANTIZE_TRANSPOSED(x, row_scale, E4M3, [16, 16])
+    expected = QUANTIZE(x, row_scale.max().view(1, 1), E4M3, True, [16, 16])
+    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    assert scale.item() == row_scale.max().item()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_transposing_keeps_what_is_not_finite(bad: float) -> None:
+    """The group is the whole matrix: its scale is not finite, and so is every product with it."""
+    x = torch.randn(5, 8)
+    x[3, 2] = bad
+    row_scale = COMPUTE_SCALE(x, [-1], E4M3, True)
+    rows = QUANTIZE(x, row_scale, E4M3, False, [1, 1])
+    for source in (x, rows):
+        data, scale = QUANTIZE_TRANSPOSED(source, row_scale, E4M3, [1, 1])
+        assert not torch.isfinite(data.float() * scale)[2, 3]
+
+
+def test_transposing_zeros_gives_zeros() -> None:
+    x = torch.zeros(5, 8)
+    data, scale = QUANTIZE_TRANSPOSED(x, COMPUTE_SCALE(x, [-1], E4M3, True), E4M3, [16, 16])
+    assert (data.float() == 0).all()
+    assert torch.isfinite(scale).all()
+    assert (scale > 0).all()

@@ -5,18 +5,20 @@ The GPU's lowering is made on meta tensors, which stand for any device that is n
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
 from models import compile_fp8, fp8_nodes, mlp, normal
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
 import fp8compile as fp8
 from fp8compile import Policy
 from fp8compile.hardware import CHIPS
-from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, SCALED_GROUPED_MM, SCALED_MM
+from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, SCALED_GROUPED_MM, SCALED_MM
 from fp8compile.passes import PassContext, PassRecord
 from fp8compile.passes.lower import LOWERINGS, lower
 from fp8compile.recipe import E4M3, E5M2, RECIPES
@@ -104,7 +106,7 @@ CASTS = [
 def test_every_operator_has_a_lowering() -> None:
     """All that the package registers; a new operator without one would reach Inductor as an opaque call."""
     ours = {getattr(torch.ops.fp8compile, name).default for name in dir(torch.ops.fp8compile) if _is_operator(name)}
-    assert {COMPUTE_SCALE, QUANTIZE, SCALED_MM, SCALED_GROUPED_MM} <= ours
+    assert {COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, SCALED_MM, SCALED_GROUPED_MM} <= ours
     assert set(LOWERINGS) == ours
 
 
@@ -130,10 +132,17 @@ def test_matmul_on_cpu_becomes_a_float32_matmul(bias: torch.dtype | None) -> Non
     assert torch.equal(run_on_cpu(graph, *args), SCALED_MM(*args))
 
 
-@pytest.mark.parametrize("rows", [(True, True), (False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "out_dtype"),
+    [
+        ((True, True), torch.bfloat16),  # CUTLASS writes nothing else
+        ((False, False), torch.bfloat16),
+        ((False, False), torch.float32),
+        ((False, False), torch.float16),
+    ],
+)
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
-def test_matmul_on_a_gpu_becomes_a_scaled_mm_with_the_same_result(
+def test_matmul_on_a_gpu_becomes_the_librarys_where_it_can_and_gives_the_same_result(
     rows: tuple[bool, bool], out_dtype: torch.dtype, bias: torch.dtype | None
 ) -> None:
     """One ``aten._scaled_mm``, whose operands Hopper takes: a row-major, b column-major. Its result is within two
@@ -145,13 +154,38 @@ def test_matmul_on_a_gpu_becomes_a_scaled_mm_with_the_same_result(
     a, b = (arg.meta["val"] for arg in gemm.args[:2])
     assert (a.stride(1), b.stride(0)) == (1, 1)
     scale_a, scale_b = (arg.meta["val"] for arg in gemm.args[2:4])
-    assert (scale_a.numel() == 1) == (scale_b.numel() == 1)  # cuBLASLt and CUTLASS take no mixture
-    if scale_a.numel() > 1:
-        assert (tuple(scale_a.shape), tuple(scale_b.shape)) == ((48, 1), (1, 32))
-        assert gemm.args[6] == torch.bfloat16  # CUTLASS writes nothing else
+    expected_shapes = ((48, 1), (1, 32)) if all(rows) else ((1, 1), (1, 1))
+    assert (tuple(scale_a.shape), tuple(scale_b.shape)) == expected_shapes
     got, expected = run_on_cpu(graph, *args).double(), SCALED_MM(*args).double()
     bound = 2 * torch.finfo(out_dtype).eps + 64 * torch.finfo(torch.float32).eps
     assert ((got - expected).abs() <= bound * expected.abs().max()).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_dtype"),
+    [
+        ((True, False), torch.bfloat16),
+        ((False, True), torch.bfloat16),
+        ((True, True), torch.float32),
+        ((True, True), torch.float16),
+    ],
+)
+@pytest.mark.parametrize("bias", [None, torch.float32])
+def test_matmul_that_the_library_refuses_becomes_one_launch_of_our_kernel(
+    rows: tuple[bool, bool], out_dtype: torch.dtype, bias: torch.dtype | None
+) -> None:
+    """Mixed scales, and rowwise scales with other outputs than bfloat16. What it computes: tests of the preview."""
+    args = (*operands(rows, bias), out_dtype, True)
+    graph = lowered(SCALED_MM, *args, device="meta")
+    assert not fp8_nodes(graph)
+    assert aten._scaled_mm.default not in targets(graph)
+    (launch,) = [node for node in graph.nodes if node.target is triton_kernel_wrapper_functional]
+    kernel = kernel_side_table.get_kernel(launch.kwargs["kernel_idx"])
+    assert kernel.fn.__name__ == "scaled_mm_kernel"
+    assert (launch.kwargs["kwargs"]["bias"] is None) == (bias is None)
+    result = graph.output_node().args[0]
+    result = result[0] if isinstance(result, tuple) else result
+    assert (tuple(result.meta["val"].shape), result.meta["val"].dtype) == ((48, 32), out_dtype)
 
 
 @pytest.mark.parametrize("fast", [True, False])
@@ -169,12 +203,49 @@ def test_bias_of_the_outputs_dtype_goes_into_the_gpu_s_kernel_and_another_is_add
         assert (aten.add.Tensor in targets(graph)) != inside
 
 
-def test_one_row_with_rowwise_scales_is_right_on_a_gpu() -> None:
-    """M = 1: one scale for a could be taken for a tensorwise one beside N scales for b."""
-    args = (*operands((True, True), m=1), torch.bfloat16, True)
-    graph = lowered(SCALED_MM, *args, device="meta")
-    got, expected = run_on_cpu(graph, *args).double(), SCALED_MM(*args).double()
-    assert ((got - expected).abs() <= 2 * 2.0**-7 * expected.abs().max()).all()
+def test_one_row_with_rowwise_scales_does_not_go_to_the_library() -> None:
+    """M = 1: there one scale for a would be taken for a tensorwise one beside N scales for b."""
+    graph = lowered(SCALED_MM, *operands((True, True), m=1), torch.bfloat16, True, device="meta")
+    assert aten._scaled_mm.default not in targets(graph)
+    assert triton_kernel_wrapper_functional in targets(graph)
+
+
+def lowered_transposition(x: torch.Tensor, row_scale: torch.Tensor, multiples: list[int], device: str) -> Graph:
+    graph = graph_of(QUANTIZE_TRANSPOSED, x, row_scale, E4M3, multiples, device=device)
+    (both,) = graph.output_node().args
+    with graph.inserting_after(both):
+        parts = [graph.call_function(operator.getitem, (both, index)) for index in (1, 0)][::-1]
+    for index, part in enumerate(parts):
+        part.meta["val"] = both.meta["val"][index]
+    graph.output_node().args = (tuple(parts),)
+    lower(graph, PassContext(Policy.all(), RECIPES["rowwise_once"], CHIPS["h100"], ()), PassRecord("lower"))
+    return graph
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (2, 7, 9)])
+@pytest.mark.parametrize("from_fp8", [True, False])
+@pytest.mark.parametrize("multiples", [[1, 1], [16, 16]])
+def test_transposition_to_one_scale_becomes_aten_and_gives_the_same_bytes(
+    shape: tuple[int, ...], from_fp8: bool, multiples: list[int]
+) -> None:
+    """On a CPU, and on a GPU for more than one matrix."""
+    x = torch.randn(shape) * torch.randn(*shape[:-1], 1).exp()
+    scale = COMPUTE_SCALE(x, [-1], E4M3, True)
+    x = QUANTIZE(x, scale, E4M3, False, [1, 1]) if from_fp8 else x
+    graph = lowered_transposition(x, scale, multiples, "meta" if len(shape) == 3 else "cpu")
+    assert not fp8_nodes(graph)
+    for got, expected in zip(run_on_cpu(graph, x, scale), QUANTIZE_TRANSPOSED(x, scale, E4M3, multiples), strict=True):
+        assert got.shape == expected.shape
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_transposition_to_one_scale_is_one_launch_on_a_gpu() -> None:
+    graph = lowered_transposition(torch.randn(7, 9), torch.rand(7, 1), [16, 16], "meta")
+    assert not fp8_nodes(graph)
+    (launch,) = [node for node in graph.nodes if node.target is triton_kernel_wrapper_functional]
+    assert kernel_side_table.get_kernel(launch.kwargs["kernel_idx"]).fn.__name__ == "quantize_transposed_kernel"
+    data, scale = (node.meta["val"] for node in graph.output_node().args[0])
+    assert (tuple(data.shape), data.dtype, tuple(scale.shape)) == ((16, 16), E4M3, (1, 1))
 
 
 def test_padding_of_a_dynamic_size_is_computed_at_run_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from torch.fx import Graph, Node
 import fp8compile as fp8
 from fp8compile import Policy
 from fp8compile.hardware import CHIPS
-from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, SCALED_MM
+from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, SCALED_MM
 from fp8compile.passes import PassContext, PassRecord, VerificationError, run_passes
 from fp8compile.passes.verify import RULES, verify
 from fp8compile.recipe import E4M3, E5M2, RECIPES
@@ -120,6 +121,23 @@ def scale_along_the_rows(graph: Graph, nodes: dict[str, Node]) -> None:
     retype(nodes["scale_x"], 1, 64)
 
 
+def transposed_with_scales_along_the_columns(graph: Graph, nodes: dict[str, Node]) -> None:
+    with graph.inserting_after(nodes["a"]):
+        scale = call(graph, COMPUTE_SCALE, nodes["x"], [0], E4M3, True)
+    with graph.inserting_after(scale):
+        both = graph.call_function(QUANTIZE_TRANSPOSED, (nodes["x"], scale, E4M3, [1, 1]))
+    both.meta["val"] = (torch.empty(64, 48, dtype=E4M3, device="meta"), torch.empty(1, 1, device="meta"))
+
+
+def transposed_data_read_by_arithmetic(graph: Graph, nodes: dict[str, Node]) -> None:
+    with graph.inserting_after(nodes["a"]):
+        both = call(graph, QUANTIZE_TRANSPOSED, nodes["x"], nodes["scale_x"], E4M3, [1, 1])
+    with graph.inserting_after(both):
+        data = call(graph, operator.getitem, both, 0)
+    with graph.inserting_after(data):
+        graph.call_function(aten.add.Tensor, (data, 1))
+
+
 def scale_without_dimensions(graph: Graph, nodes: dict[str, Node]) -> None:
     a, b, _, scale_b, *rest = nodes["out"].args
     with graph.inserting_before(nodes["a"]):
@@ -131,6 +149,8 @@ def scale_without_dimensions(graph: Graph, nodes: dict[str, Node]) -> None:
 BROKEN: list[tuple[Callable[[Graph, dict[str, Node]], None], str, str]] = [
     (without_value, "has_value", "no meta['val']"),
     (read_by_arithmetic, "only_gemms_read_fp8", "read by add"),
+    (transposed_with_scales_along_the_columns, "has_a_scale_per_row", "(1, 64) is not one number per row"),
+    (transposed_data_read_by_arithmetic, "only_gemms_read_fp8", "read by add"),
     (half_precision_scale, "scale_is_float32", "torch.bfloat16"),
     (half_precision_scale, "scale_fits", "torch.bfloat16"),
     (scale_of_another_tensor, "scale_fits", "(32, 1) does not broadcast to (48, 64)"),

@@ -114,7 +114,8 @@ POISONS = [math.nan, math.inf, -math.inf]
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nonfinite_values_reach_what_depends_on_them(recipe: str, where: str, value: float) -> None:
     """Every element that is not finite in eager is not finite in FP8; with rowwise scales no other element is lost, and
-    those that share no scale with the poison are, bit for bit, what they are without it."""
+    those that share no scale with the poison are, bit for bit, what they are without it. ``rowwise_once`` has one scale
+    for what it transposes, in the backward."""
     model = nn.Linear(64, 48, bias=False)
     compiled = compile_fp8(model, recipe=recipe)
     cotangent = normal(32, 48, seed=3)
@@ -133,7 +134,8 @@ def test_nonfinite_values_reach_what_depends_on_them(recipe: str, where: str, va
         lost = ~expected.isfinite()
         reached += int(lost.sum())
         assert not got[name][lost].isfinite().any(), f"{name}: {value} was swallowed"
-        if recipe != "tensorwise":
+        one_scale = recipe == "tensorwise" or (recipe == "rowwise_once" and name != "output 0")
+        if not (one_scale and lost.any()) and recipe != "tensorwise":
             assert got[name][~lost].isfinite().all(), f"{name}: {value} spread further than its group"
             if name == "output 0" or not lost.any():
                 assert torch.equal(got[name][~lost], clean[name][~lost]), name
