@@ -167,7 +167,7 @@ RECIPES: dict[str, Recipe] = {
 }
 """The named recipes; ``options={"recipe": name}`` and ``Policy.use(name)`` look here."""
 
-DEFAULT_RECIPE = "tensorwise"
+DEFAULT_RECIPE = "rowwise_once"
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:

@@ -134,9 +134,8 @@ def _scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
 
 
 def _only_gemms_read_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
-    transposed = (
-        node.target is operator.getitem and node.args[1] == 0 and node.args[0].target is ops.QUANTIZE_TRANSPOSED
-    )
+    both = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
+    transposed = isinstance(both, torch.fx.Node) and both.target is ops.QUANTIZE_TRANSPOSED
     if node.op != "call_function" or not (node.target is ops.QUANTIZE or transposed):
         return None
     wrong = [u.name for u in node.users if u.op != "output" and u.target not in MAY_READ_FP8]

@@ -21,6 +21,7 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+from torch._inductor.utils import BoxedBool
 
 from fp8compile.backend import Engine
 from fp8compile.hardware import Chip
@@ -128,7 +129,7 @@ def lower(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], chip: Chip, *
         mock.patch.object(GraphLowering, "compile_to_module", compile_to_module),
         contextlib.suppress(_Captured),
     ):
-        compile_fx_inner(gm, list(example_inputs), cudagraphs=False, **kwargs)
+        compile_fx_inner(gm, list(example_inputs), cudagraphs=BoxedBool(False), **kwargs)
     return captured[0]
 
 

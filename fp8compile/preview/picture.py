@@ -48,7 +48,8 @@ def save_timeline(preview: Preview, path: Path) -> None:
 
 def _bars(program: Program) -> list[tuple[float, float, str, str]]:
     """Start and length in ms, color and phase of each kernel."""
-    bars, now = [], 0.0
+    bars: list[tuple[float, float, str, str]] = []
+    now = 0.0
     for kernel in program.kernels:
         kind = {"attention": "attention", "memory": "other kernels"}.get(kernel.kind)
         kind = kind or ("GEMM, FP8" if kernel.dtype.startswith("float8") else "GEMM, high precision")

@@ -113,7 +113,7 @@ def _extern(node: ExternKernelSchedulerNode, phase: Phase, chip: Chip) -> Kernel
 
 
 def _user_defined(kernel: ir.UserDefinedTritonKernel, phase: Phase, chip: Chip) -> Kernel:
-    function, *_ = kernel.get_kernel_and_metadata()
+    function: Any = kernel.get_kernel_and_metadata()[0]
     origin = next(o for o in kernel.get_origins() if "kernel_idx" in o.kwargs)
     arguments: dict[str, Any] = origin.kwargs["kwargs"]
     changed = {argument.get_name() for argument in kernel.mutable_args}
