@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from fp8compile.passes.context import FoundMatmul
-from fp8compile.passes.dataflow import Step, is_transposed, root, size_hint, steps, value
+from fp8compile.passes.dataflow import Step, is_transposed, root, size_hint, steps, value, with_transposition
 from fp8compile.recipe import Cast
 
 
@@ -28,6 +28,7 @@ class CastPlan:
         operand: the node the matmul reads.
         source: the tensor it is a view of, before any conversion. views: how it gets from there to the matrix.
         transpose: whether the GEMM reads the matrix transposed.
+        flipped: whether the matrix is the operand transposed.
         dims: of the matrix, the dimensions that share a scale.
         cast: dtype and scale rule.
         multiples: what rows and columns of the data are padded to.
@@ -37,6 +38,7 @@ class CastPlan:
     source: torch.fx.Node
     views: tuple[Step, ...]
     transpose: bool
+    flipped: bool
     dims: tuple[int, ...]
     cast: Cast
     multiples: tuple[int, int]
@@ -52,6 +54,12 @@ class CastPlan:
     @property
     def data_key(self) -> tuple[Any, ...]:
         return (self.scale_key, self.transpose, self.multiples)
+
+    @property
+    def layout_key(self) -> tuple[Any, ...]:
+        """The data key without the source, which is renamed when a matmul that makes it is replaced."""
+        views = tuple((kind, argument) for kind, argument, _ in self.views)
+        return (views, self.dims, self.cast, self.transpose, self.multiples)
 
     @property
     def brings_to_one_scale(self) -> bool:
@@ -79,22 +87,37 @@ def plan_casts(found: FoundMatmul, alignment: int) -> tuple[CastPlan, CastPlan]:
     assert gemm is not None
     assert found.first is not None
     assert found.second is not None
+    sums_over_rows = found.site.role == "wgrad"
+    (first, second), align = found.site.operands, alignment
     return (
-        _plan(found.first, gemm.first, contraction=-1, multiples=(1, alignment)),
-        _plan(found.second, gemm.second, contraction=-2, multiples=(alignment, alignment)),
+        _plan(found.first, gemm.first, -1, (1, align), None if first == "weight" else sums_over_rows),
+        _plan(found.second, gemm.second, -2, (align, align), None if second == "weight" else sums_over_rows),
     )
 
 
-def _plan(operand: torch.fx.Node, cast: Cast, contraction: int, multiples: tuple[int, int]) -> CastPlan:
+def _plan(
+    operand: torch.fx.Node, cast: Cast, contraction: int, multiples: tuple[int, int], sums_over_rows: bool | None
+) -> CastPlan:
+    """``sums_over_rows``: whether the rows that have scales of their own, if one cast is for both layouts, are what
+    this GEMM sums over; None: they are as they lie in memory."""
     kept, contracted = [value(operand).shape[d] for d in ((-2, -1) if contraction == -1 else (-1, -2))]
     needed = (_unless_divides(multiples[0], kept), _unless_divides(multiples[1], contracted))
-    views = steps(operand)
-    if views and is_transposed(views[-1]):
-        views, contraction = views[:-1], -3 - contraction
     rank = value(operand).dim()
-    by_granularity = {"tensorwise": tuple(range(rank)), "rowwise": (contraction % rank,), "rowwise_once": (rank - 1,)}
-    dims = by_granularity[cast.granularity]
-    return CastPlan(operand, root(operand), tuple(views), contraction == -2, dims, cast, needed)
+    views, as_read = steps(operand), contraction == -1
+    lies_transposed = bool(views) and is_transposed(views[-1])
+    transpose = as_read == lies_transposed
+    if cast.granularity == "rowwise_once" and sums_over_rows not in (None, transpose):
+        transpose = not transpose
+        views = views if lies_transposed else with_transposition(views, rank)
+    elif lies_transposed:
+        views = views[:-1]
+    dims = {
+        "tensorwise": tuple(range(rank)),
+        "rowwise": (rank - 2 if transpose else rank - 1,),
+        "rowwise_once": (rank - 1,),
+    }[cast.granularity]
+    flipped = transpose == as_read
+    return CastPlan(operand, root(operand), tuple(views), transpose, flipped, dims, cast, needed)
 
 
 def _unless_divides(multiple: int, size: int | torch.SymInt) -> int:

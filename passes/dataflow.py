@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -142,8 +143,9 @@ def family(node: torch.fx.Node) -> set[torch.fx.Node]:
     return members
 
 
-Step = tuple[str, tuple[Any, ...], torch.fx.Node]
-"""A view in logical terms: ``"view"`` with its shape or ``"permute"`` with its order, and the node it was read from."""
+Step = tuple[str, tuple[Any, ...], torch.fx.Node | None]
+"""A view in logical terms: ``"view"`` with its shape or ``"permute"`` with its order, and the node it was read from;
+None if the graph has no such view."""
 
 
 def steps(node: torch.fx.Node) -> list[Step]:
@@ -175,6 +177,15 @@ def steps(node: torch.fx.Node) -> list[Step]:
                 result.append(("view", shape, member))
                 starts.append(start)
     return result
+
+
+def with_transposition(views: Sequence[Step], rank: int) -> list[Step]:
+    """``views`` and, behind them, a swap of the last two dimensions; two permutations are one."""
+    order = (*range(rank - 2), rank - 1, rank - 2)
+    if views and views[-1][0] == "permute":
+        *views, (_, earlier, _) = views
+        order = tuple(earlier[d] for d in order)
+    return [*views, ("permute", order, None)]
 
 
 def is_transposed(last: Step) -> bool:

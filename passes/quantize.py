@@ -8,6 +8,7 @@ in the forward, which then saves FP8, or in the backward where its source is sav
 from __future__ import annotations
 
 import collections
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from fp8compile import ops
 from fp8compile.passes.builder import Builder
 from fp8compile.passes.casts import CastPlan, plan_casts
 from fp8compile.passes.context import FoundMatmul, PassContext, PassRecord
-from fp8compile.passes.dataflow import RESHAPES, family, is_backward, is_transposed, origins, steps, value
+from fp8compile.passes.dataflow import RESHAPES, family, is_backward, origins, size_hint, value
 from fp8compile.recipe import Operand
 
 aten = torch.ops.aten
@@ -57,7 +58,9 @@ class _CastWriter:
                 if operand is not None:
                     self.readers[operand].append(found)
         plans = [(found, plan) for found in chosen for plan in plan_casts(found, context.chip.alignment)]
-        self.planned = {plan.data_key for _, plan in plans}
+        self.planned: dict[torch.fx.Node, set[Any]] = collections.defaultdict(set)
+        for _, plan in plans:
+            self.planned[plan.source].add(plan.layout_key)
         recomputed = {plan.source for found, plan in plans if "recompute" in found.node.meta}
         replaced = {found.node for found in chosen}
         self.saved_as_fp8 = {
@@ -66,9 +69,17 @@ class _CastWriter:
             if is_backward(found.node) and self.origin[plan.source] == "input"
         }
 
+        self.spared_bytes = sum(
+            (value(source).dtype.itemsize - 1) * math.prod(size_hint(size) for size in value(source).shape)
+            for source, as_fp8 in self.saved_as_fp8.items()
+            if as_fp8
+        )
+        self.kept_scales: set[Any] = set()
+
     def renamed(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
         """``new`` has taken the place of ``old``."""
         self.origin[new] = self.origin[old]
+        self.planned[new] = self.planned.pop(old, set())
         if old in self.saved_as_fp8:
             self.saved_as_fp8[new] = self.saved_as_fp8[old]
         for found in self.readers.get(old, ()):
@@ -101,7 +112,7 @@ class _CastWriter:
         """Transposed data with the largest scale of the rows: from the FP8 data, if another GEMM reads those and they
         cost nothing to keep, else from the matrix."""
         late = self._belongs_in_backward(plan, found)
-        if not late and plan.as_it_lies.data_key in self.planned:
+        if not late and plan.as_it_lies.layout_key in self.planned[plan.source]:
             source, row_scale = self.write(plan.as_it_lies, found, kind)
         else:
             source = self._matrix(plan, found, late)
@@ -135,18 +146,24 @@ class _CastWriter:
         """The node that shows the operand as a matrix, free of dtype conversions if its source may be read instead."""
         if late and self.origin[plan.source] == "input":
             return self._converted_matrix(plan, found)
-        last = plan.views[-1][2] if plan.views else plan.source
-        if value(last).dtype == value(plan.source).dtype:
+        if plan.matrix_key in self.made:
+            return self.made[plan.matrix_key]
+        shown = plan.operand if plan.views and plan.views[-1][2] is None else None  # the matrix is this transposed
+        last = shown or (plan.views[-1][2] if plan.views else None) or plan.source
+        converted = value(last).dtype != value(plan.source).dtype
+        may_replay = all(kind == "permute" or (node and node.target in RESHAPES) for kind, _, node in plan.views)
+        if not shown and not (converted and may_replay):
             return self.made.setdefault(plan.matrix_key, last)
-        if not all(kind == "permute" or node.target in RESHAPES for kind, _, node in plan.views):
-            return last
 
         def replay(build: Builder) -> torch.fx.Node:
+            if not (converted and may_replay):
+                return _transposed(build, last)
             node = plan.source
             for kind, argument, view in plan.views:
                 if kind == "permute":
                     node = build.call(aten.permute.default, node, list(argument))
                 else:
+                    assert view is not None
                     node = build.call(aten.reshape.default, node, view.args[1])
             return node
 
@@ -155,17 +172,13 @@ class _CastWriter:
 
     def _converted_matrix(self, plan: CastPlan, found: FoundMatmul) -> torch.fx.Node:
         """The operand as the backward has it, after conversions: that is what is saved anyway."""
-        views = steps(plan.operand)
-        if not (views and is_transposed(views[-1])):
+        if not plan.flipped:
             return plan.operand
-        order = list(range(value(plan.operand).dim()))
-        order[-1], order[-2] = order[-2], order[-1]
-        return Builder(self.graph, found.node, before=found.node).call(aten.permute.default, plan.operand, order)
+        return _transposed(Builder(self.graph, found.node, before=found.node), plan.operand)
 
     def _scale(self, plan: CastPlan, found: FoundMatmul, late: bool, matrix: torch.fx.Node) -> torch.fx.Node:
-        of_weight = plan.brings_to_one_scale and self.origin[plan.source] == "weight"
-        if (len(plan.dims) == value(matrix).dim() or of_weight) and any(self.saved_as_fp8.values()):
-            late = False  # one number, or one a row: computed once, for forward and backward
+        if late and self._may_keep_scale(plan, matrix):
+            late = False  # computed once, for forward and backward
         return self._once(
             (plan.scale_key, late),
             lambda build: build.call(
@@ -176,6 +189,18 @@ class _CastWriter:
             late=late,
         )
 
+    def _may_keep_scale(self, plan: CastPlan, matrix: torch.fx.Node) -> bool:
+        """Whether the backward may read the forward's scale: if both use the same, and keeping it leaves the backward
+        with no more bytes than it would keep without FP8."""
+        shared = plan.brings_to_one_scale or len(plan.dims) == value(matrix).dim()
+        if shared and plan.scale_key not in self.kept_scales:
+            sizes = [size_hint(s) for dim, s in enumerate(value(matrix).shape) if dim not in plan.dims]
+            count = torch.float32.itemsize * math.prod(sizes)
+            if count <= self.spared_bytes:
+                self.spared_bytes -= count
+                self.kept_scales.add(plan.scale_key)
+        return plan.scale_key in self.kept_scales
+
     def _scale_as_read(
         self, plan: CastPlan, found: FoundMatmul, scale: torch.fx.Node, data: torch.fx.Node
     ) -> torch.fx.Node:
@@ -184,9 +209,7 @@ class _CastWriter:
             return scale
         build = Builder(self.graph, found.node, before=found.node)
         if plan.transpose:
-            order = list(range(value(scale).dim()))
-            order[-1], order[-2] = order[-2], order[-1]
-            scale = build.call(aten.permute.default, scale, order)
+            scale = _transposed(build, scale)
         missing = value(data).shape[-2] - value(scale).shape[-2] if plan.multiples[0] != 1 else 0
         return build.call(aten.constant_pad_nd.default, scale, [0, 0, 0, int(missing)], 1.0) if missing else scale
 
@@ -209,6 +232,12 @@ class _CastWriter:
             if counted:
                 self.context.casts[counted] += 1
         return self.made[key]
+
+
+def _transposed(build: Builder, node: torch.fx.Node) -> torch.fx.Node:
+    order = list(range(value(node).dim()))
+    order[-1], order[-2] = order[-2], order[-1]
+    return build.call(aten.permute.default, node, order)
 
 
 def _kept_for_backward(source: torch.fx.Node, replaced: set[torch.fx.Node]) -> bool:

@@ -28,6 +28,7 @@ def _fresh_dynamo() -> Iterator[None]:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> CastRecorder:
     """Sees every cast that ``engine="eager"`` executes from here on."""
-    record = CastRecorder(formulas.quantize)
-    monkeypatch.setattr(formulas, "quantize", record)
+    record = CastRecorder()
+    monkeypatch.setattr(formulas, "quantize", record.quantize)
+    monkeypatch.setattr(formulas, "quantize_transposed", record.quantize_transposed)
     return record

@@ -162,17 +162,25 @@ class GraphRecorder:
 
 
 class CastRecorder:
-    """Stands in for ``formulas.quantize``: keeps what is cast, and to which bytes, whenever a cast is executed."""
+    """Stands in for the casts of ``formulas``: keeps what is cast, and to which bytes, whenever one is executed."""
 
-    def __init__(self, original: Callable[..., torch.Tensor]) -> None:
-        self.original = original
+    def __init__(self) -> None:
+        self.original = formulas.quantize, formulas.quantize_transposed
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __call__(self, call: Any, x: Any, scale: Any, dtype: torch.dtype) -> Any:
-        data = self.original(call, x, scale, dtype)
+    def quantize(self, call: Any, x: Any, scale: Any, dtype: torch.dtype) -> Any:
+        data = self.original[0](call, x, scale, dtype)
         if call is formulas.apply:
             self.casts.append((x.detach().clone(), data.view(torch.uint8).clone()))
         return data
+
+    def quantize_transposed(self, call: Any, x: Any, row_scale: Any, dtype: torch.dtype, rank: int, fp8: bool) -> Any:
+        data, scale = self.original[1](call, x, row_scale, dtype, rank, fp8)
+        if call is formulas.apply:
+            if fp8:  # a cast of what these bytes were made of
+                x = next(source for source, made in self.casts if torch.equal(made, x.view(torch.uint8)))
+            self.casts.append((x.detach().clone(), data.mT.contiguous().view(torch.uint8)))
+        return data, scale
 
     def bytes_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The bytes of each cast so far whose input equals ``tensor`` or its transpose, in the orientation of

@@ -20,7 +20,7 @@ from fp8compile.options import ENGINES, MODES, OPTIONS, OptionError, Options
 
 def test_defaults() -> None:
     options = Options.parse(None)
-    assert options.recipe == RECIPES["tensorwise"]
+    assert options.recipe == RECIPES["rowwise_once"]
     assert options.policy == Policy.default()
     assert (options.engine, options.mode, options.debug, options.verify) == ("inductor", "default", None, False)
     assert options.inductor == ()

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import fp8compile as fp8
-from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, SCALED_MM
+from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, SCALED_MM
 from fp8compile.passes import PassContext
-from fp8compile.passes.dataflow import is_backward, root
+from fp8compile.passes.dataflow import is_backward, root, value
 from fp8compile.recipe import E4M3, E5M2
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ class Autocast(nn.Module):
 
 def test_q_k_and_v_share_the_casts_of_their_input() -> None:
     """One cast of x for three fprops and one, transposed, for three wgrads; one amax for both layouts."""
-    graph = rewrite(QKV(), normal(2, 16, 64))
+    graph = rewrite(QKV(), normal(2, 16, 64), recipe="tensorwise")
     of_input = [(dtype, transposed) for name, dtype, transposed in graph.casts() if name == graph_input(graph)]
     assert sorted(of_input, key=str) == [(E4M3, False), (E4M3, True)]
     assert len({node.args[0] for node in graph.gemms("fprop")}) == 1
@@ -103,7 +103,7 @@ def graph_input(graph: Rewritten) -> str:
 
 def test_casts_are_counted_in_the_report() -> None:
     """q, k, v: x twice (both layouts), three weights in forward and in backward, three gradients twice."""
-    graph = rewrite(QKV(), normal(2, 16, 64))
+    graph = rewrite(QKV(), normal(2, 16, 64), recipe="tensorwise")
     assert graph.context.casts == {
         "input in forward": 2,
         "weight in forward": 3,
@@ -113,9 +113,25 @@ def test_casts_are_counted_in_the_report() -> None:
     assert sum(graph.context.casts.values()) == len(graph.nodes(QUANTIZE))
 
 
+def test_what_was_cast_once_is_transposed_from_its_fp8_data() -> None:
+    """rowwise_once, q, k, v: x and the gradients are cast once and transposed in FP8; weights are read again."""
+    graph = rewrite(QKV(), normal(2, 16, 64), recipe="rowwise_once")
+    assert graph.context.casts == {
+        "input in forward": 1,
+        "input in backward": 1,
+        "weight in forward": 3,
+        "weight in backward": 3,
+        "grad_output in backward": 6,
+    }
+    sources = collections.Counter(value(node.args[0]).dtype for node in graph.nodes(QUANTIZE_TRANSPOSED))
+    assert sources == {E4M3: 4, torch.float32: 3}
+    assert sum(graph.context.casts.values()) == len(graph.nodes(QUANTIZE)) + len(graph.nodes(QUANTIZE_TRANSPOSED))
+    assert len({node.args[1] for node in graph.gemms("wgrad")}) == 1
+
+
 def test_no_two_casts_are_equal() -> None:
     """In a whole block: same source, scale, dtype and layout never twice."""
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in ("tensorwise", "rowwise", "rowwise_once"):
         torch._dynamo.reset()
         graph = rewrite(Block(), normal(2, 16, 64), recipe=recipe)
         keys = [str(node.args) for node in graph.nodes(QUANTIZE)] + [
@@ -229,7 +245,7 @@ def test_weight_that_was_transposed_by_the_user_gives_the_same_cast() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(x @ self.w) + F.linear(x, self.w.t())
 
-    graph = rewrite(Both(), normal(32, 64))
+    graph = rewrite(Both(), normal(32, 64), recipe="tensorwise")
     assert graph.context.casts["weight in forward"] == 1
 
 
@@ -248,8 +264,11 @@ def test_weight_that_was_transposed_by_the_user_gives_the_same_cast() -> None:
 def test_casts_are_shared_across_views_of_one_tensor(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Two layers that see one tensor through different but equal views share its cast."""
     first, second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-    graph = rewrite(lambda x: first(x.view(48, 64)) * torch.tanh(second(view(x))), normal(3, 16, 64))
-    assert graph.context.casts["input in forward"] == 2  # two layouts, whatever the views
+    for recipe, backward in (("tensorwise", 0), ("rowwise_once", 1)):  # two layouts, whatever the views
+        torch._dynamo.reset()
+        graph = rewrite(lambda x: first(x.view(48, 64)) * second(view(x)).tanh(), normal(3, 16, 64), recipe=recipe)
+        assert graph.context.casts["input in forward"] == 2 - backward
+        assert graph.context.casts["input in backward"] == backward
 
 
 def test_different_matrices_of_one_tensor_are_not_shared() -> None:
@@ -351,7 +370,7 @@ def test_wgrads_operand_is_saved_as_fp8() -> None:
     assert [t.dtype for t in tensors if t.dtype == E4M3] == [E4M3]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_once"])
 @pytest.mark.parametrize("make", [NormLinear, QKV, mlp])
 def test_never_more_bytes_for_the_backward_than_without_fp8(make: Callable[[], nn.Module], recipe: str) -> None:
     """Measured at run time on what autograd is asked to keep, in bfloat16."""
@@ -362,15 +381,17 @@ def test_never_more_bytes_for_the_backward_than_without_fp8(make: Callable[[], n
     assert ours <= plain
 
 
-def test_fewer_bytes_for_the_backward_where_fp8_stands_in() -> None:
-    """Two layers in a row: the hidden activation is needed by wgrad alone and shrinks to a byte an element."""
+@pytest.mark.parametrize(("recipe", "scales"), [("tensorwise", 4), ("rowwise", 0), ("rowwise_once", 256 + 64 + 256)])
+def test_fewer_bytes_for_the_backward_where_fp8_stands_in(recipe: str, scales: int) -> None:
+    """Two layers in a row: the hidden activation is needed by wgrad alone and shrinks to a byte an element. Beside it
+    the scales of both layouts: of activations and weights, one a tensor or one a row."""
     model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)).bfloat16()
     x = normal(128, 64, dtype=torch.bfloat16)
     plain = total_bytes(saved(model, x, policy="none"))
     torch._dynamo.reset()
-    ours = total_bytes(saved(model, x))
+    ours = total_bytes(saved(model, x, recipe=recipe))
     assert plain >= 2 * 128 * 256
-    assert ours <= plain - 128 * 256 + 64
+    assert ours <= plain - 128 * 256 + 4 * scales
 
 
 def test_backward_casts_of_weights_wait_for_the_backward() -> None:
@@ -385,7 +406,7 @@ def test_backward_casts_of_weights_wait_for_the_backward() -> None:
 
 def test_forward_never_reads_the_backward() -> None:
     """No node of the forward depends on a node that is tagged as backward."""
-    for recipe in ("tensorwise", "rowwise"):
+    for recipe in ("tensorwise", "rowwise", "rowwise_once"):
         torch._dynamo.reset()
         graph = rewrite(Block(), normal(2, 16, 64), recipe=recipe)
         for node in graph.after.nodes:
@@ -400,7 +421,7 @@ def test_forward_never_reads_the_backward() -> None:
 
 def test_every_chosen_matmul_is_replaced_and_nothing_else_changes() -> None:
     """Matmuls become scaled matmuls one to one; other operators keep their number."""
-    graph = rewrite(Block(), normal(2, 16, 64))
+    graph = rewrite(Block(), normal(2, 16, 64), recipe="tensorwise")
     before = collections.Counter(str(n.target) for n in graph.before.nodes if n.op == "call_function")
     after = collections.Counter(str(n.target) for n in graph.after.nodes if n.op == "call_function")
     matmuls = ("aten.mm.default", "aten.addmm.default")

@@ -117,9 +117,8 @@ def test_no_gemm_for_gradients_nobody_wants(recipe: str) -> None:
     assert report.casts["weight in backward"] == 1, "only the second layer's, for its dgrad"
     kept_wgrad = recipe == "rowwise_hp_wgrad"
     assert report.casts["grad_output in backward"] == (1 if kept_wgrad else 2)
-    assert report.casts["input in forward"] == (2 if kept_wgrad else 3), (
-        "the second layer's input has no wgrad to serve"
-    )
+    inputs = report.casts["input in forward"] + report.casts.get("input in backward", 0)
+    assert inputs == (2 if kept_wgrad else 3), "the second layer's input has no wgrad to serve"
 
 
 def test_only_some_inputs_need_gradients() -> None:
@@ -355,7 +354,9 @@ def test_micro_batches_cast_the_same_weight_bytes(recipe: str, recorder: CastRec
             assert all(torch.equal(data, casts[0]) for data in casts), "fprop and dgrad read the same bytes"
     else:
         for casts in found:
-            assert len({data.numpy().tobytes() for data in (d.contiguous() for d in casts)}) == 2
+            different = {data.numpy().tobytes() for data in (d.contiguous() for d in casts)}
+            # two layouts; the same where all rows have the power of two of the largest
+            assert len(different) == 2 or (recipe == "rowwise_once" and len(different) == 1)
     assert len(recorder.casts) == 5 * sum(report.casts.values())
 
     model.zero_grad()
