@@ -19,7 +19,7 @@ import torch.fx
 from functorch.compile import make_boxed_func
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fp8compile
@@ -34,9 +34,10 @@ from fp8compile.passes import (
     qualified_name,
     run_passes,
 )
-from fp8compile.passes.dataflow import is_inside_control_flow, is_tangent
+from fp8compile.passes.dataflow import is_inside_control_flow, is_tangent, weight_names
 from fp8compile.passes.inductor_decompositions import tracing_decompositions
 from fp8compile.report import GraphReport, Report
+from fp8compile.weight_casts import WeightCasts
 
 log = logging.getLogger("fp8compile")
 
@@ -90,6 +91,8 @@ def compile_with(
         users = patches.get(key, getattr(inductor_config, key))
         patches[key] = ours(compilation, users)
     inner: dict[str, Any] = {"inner_compile": engine.inner_compile} if engine.inner_compile else {}
+    if options.reuse_weight_casts:
+        inner["inner_compile"] = compilation.weight_casts.around(engine.inner_compile or compile_fx_inner)
     # AOTAutograd's cache would return a compiled graph without running our passes, and with them the report;
     # Inductor's own cache, which holds the expensive part, stays on.
     with functorch_config.patch(enable_autograd_cache=False):
@@ -128,9 +131,13 @@ class _Compilation:
     debug: DebugFolder
     before_joint: Callable[[torch.fx.Graph], None] | None = None
     report: GraphReport | None = None
+    weight_casts: WeightCasts = field(default_factory=WeightCasts)
 
     def context(self) -> PassContext:
-        return PassContext(self.options.policy, self.options.recipe, self.options.target, self.inputs)
+        options = self.options
+        return PassContext(
+            options.policy, options.recipe, options.target, self.inputs, keeps_weight_casts=options.reuse_weight_casts
+        )
 
     def run(self, passes: list[Pass], graph: torch.fx.Graph, context: PassContext, prefix: str) -> None:
         self.debug.write_graph(f"{prefix}_before", graph)
@@ -188,6 +195,7 @@ class _JointPass(_Pass):
         if is_inside_control_flow(graph):
             return  # reported, and kept, with the graph around it
         compilation, context = self.compilation, self.compilation.context()
+        compilation.weight_casts.weights = {node.name for node in weight_names(graph, compilation.inputs)}
         has_backward = any(is_tangent(node) for node in graph.nodes if node.op == "placeholder")
         before = copy.deepcopy(graph) if _listeners.get() else graph
         compilation.run(self.passes, graph, context, "joint")

@@ -79,6 +79,9 @@ OPTIONS: dict[str, Option] = {
     "engine": Option("inductor", _one_of(*ENGINES), "'inductor', or 'eager' to run the rewritten graph op by op"),
     "mode": Option("default", _one_of(*MODES), "as torch.compile's mode=, which it refuses beside options="),
     "debug": Option(None, _folder, "folder to write graphs and decisions to"),
+    "reuse_weight_casts": Option(
+        False, _flag, "quantize weights only when they have changed: once a step, whatever the micro-batches"
+    ),
     "verify": Option(False, _flag, "check the graph after every pass"),
 }
 
@@ -93,6 +96,7 @@ class Options:
     engine: str
     mode: str
     debug: Path | None
+    reuse_weight_casts: bool
     verify: bool
     inductor: tuple[tuple[str, Any], ...] = ()
 

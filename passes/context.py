@@ -77,6 +77,7 @@ class PassContext:
     recipe: Recipe
     chip: Chip
     inputs: tuple[GraphInput, ...]
+    keeps_weight_casts: bool = False
     matmuls: list[FoundMatmul] = field(default_factory=list)
     collectives: list[FoundCollective] = field(default_factory=list)
     records: list[PassRecord] = field(default_factory=list)

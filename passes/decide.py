@@ -115,6 +115,15 @@ def cast_costs(plan: CastPlan, chip: Chip) -> dict[Any, float]:
     }
 
 
+def costs_of(found: FoundMatmul, context: PassContext) -> dict[Any, float]:
+    """The costs of the casts that a matmul needs; casts of weights that are kept from step to step cost nothing."""
+    costs: dict[Any, float] = {}
+    for operand, plan in zip(found.site.operands, plan_casts(found, context.chip.alignment), strict=True):
+        if not (operand == "weight" and context.keeps_weight_casts):
+            costs |= cast_costs(plan, context.chip)
+    return costs
+
+
 def keep_what_loses(context: PassContext) -> None:
     """Of the sites that run in FP8 only if that is faster, choose those that together gain most; keep the others.
 
@@ -129,15 +138,13 @@ def keep_what_loses(context: PassContext) -> None:
     in_fp8 = [(i, found, found.decision) for i, found in enumerate(context.matmuls) if found.gemm is not None]
     for _, found, decision in in_fp8:
         if decision and not decision.if_faster:
-            paid.update(key for plan in plan_casts(found, chip.alignment) for key in cast_costs(plan, chip))
+            paid.update(costs_of(found, context))
     for index, found, decision in in_fp8:
         if not decision or not decision.if_faster:
             continue
         gain = gemm_gain(found.site, chip)
         open_sites[index] = (found, gain)
-        costs: dict[Any, float] = {}
-        for plan in plan_casts(found, chip.alignment):
-            costs |= cast_costs(plan, chip)
+        costs = costs_of(found, context)
         if gain > 0:
             graph.add_edge("source", index, capacity=gain)
         else:
@@ -152,7 +159,7 @@ def keep_what_loses(context: PassContext) -> None:
         if index in chosen and gain > 0:
             found.decision = dataclasses.replace(found.decision, if_faster=False)
         else:
-            found.notes = [_loss(found, gain, chip)]
+            found.notes = [_loss(found, gain, context)]
             found.decision = keep(f"slower on {chip.name}")
 
 
@@ -172,6 +179,6 @@ def _source_side(graph: networkx.DiGraph) -> set[Any]:
     return chosen
 
 
-def _loss(found: FoundMatmul, gain: float, chip: Chip) -> str:
-    spent = sum(cost for plan in plan_casts(found, chip.alignment) for cost in cast_costs(plan, chip).values())
+def _loss(found: FoundMatmul, gain: float, context: PassContext) -> str:
+    spent = sum(costs_of(found, context).values())
     return f"FP8 saves {max(gain, 0) * 1e6:.1f} µs of GEMM, its casts alone cost {spent * 1e6:.1f} µs"

@@ -28,6 +28,7 @@ from fp8compile.hardware import Chip
 from fp8compile.preview.program import Kernel, Phase, kernels_of
 from fp8compile.preview.stand_in import DEVICE, pretend
 from fp8compile.saved import kept_bytes
+from fp8compile.weight_casts import IS_WEIGHT_GRAPH
 
 ASSUMED = {
     "fx_graph_cache": False,
@@ -98,6 +99,8 @@ def make_boxed_call(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
 def lower(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], chip: Chip, **kwargs: Any) -> LoweredGraph:
     """Take a forward, backward or inference graph, its metadata on the chip, through Inductor up to the wrapper."""
     phase: Phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+    if gm.meta.get(IS_WEIGHT_GRAPH):
+        phase = "weights"
     move_factories(gm.graph, DEVICE)
     captured: list[LoweredGraph] = []
     visits: list[tuple[GraphLowering, int, BaseSchedulerNode]] = []

@@ -20,7 +20,8 @@ from fp8compile.recipe import LARGEST
 aten = torch.ops.aten
 
 Kind = Literal["gemm", "attention", "memory"]
-Phase = Literal["forward", "backward", "inference"]
+Phase = Literal["weights", "forward", "backward", "inference"]
+"""The graph that a kernel belongs to; ``"weights"``: casts that run only when weights have changed."""
 
 ATTENTION = {
     getattr(aten, name)
@@ -165,6 +166,8 @@ def _flops(origin: torch.fx.Node, packet: Any) -> int:
     args, kwargs = torch.fx.map_arg((origin.args, origin.kwargs), lambda node: node.meta["val"])
     if packet in ATTENTION:
         shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
+        # every query head has its keys; torch 2.11 does not count keys that several heads share
+        shapes = [torch.Size((s[0], shapes[0][1], *s[2:])) for s in shapes[:4] if len(s) == 4]
         causal = any(arg is True for arg in args) or kwargs.get("is_causal", False)
         count = sdpa_flop_count(*shapes[:3]) if "backward" not in str(packet) else sdpa_backward_flop_count(*shapes[:4])
         return int(count) // (2 if causal else 1)

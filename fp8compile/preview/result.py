@@ -28,10 +28,15 @@ from fp8compile.report import Report
 
 @dataclass(frozen=True)
 class Program:
-    """The kernels of one step, in order, and the bytes that it keeps for backward (parameters not counted)."""
+    """The kernels of one step, in order, and the bytes that it keeps for backward (parameters not counted).
+
+    ``weight_casts`` are the kernels that run only when weights have changed (``reuse_weight_casts``); no total counts
+    them.
+    """
 
     kernels: tuple[Kernel, ...]
     saved: int
+    weight_casts: tuple[Kernel, ...] = ()
     graphs: tuple[LoweredGraph, ...] = dataclasses.field(default=(), repr=False)
 
     def of_kind(self, *kinds: Kind) -> list[Kernel]:
@@ -169,6 +174,9 @@ class Preview:
             rows.append((f"ms {kind}", f"{high * 1e3:.3f}", f"{fp8 * 1e3:.3f}", f"{high / fp8:.2f}x" if fp8 else ""))
         high, fp8 = self.high.seconds(), self.fp8.seconds()
         rows.append(("ms in all, predicted", f"{high * 1e3:.3f}", f"{fp8 * 1e3:.3f}", f"{self.speedup:.2f}x"))
+        if self.fp8.weight_casts:
+            once = f"{sum(k.seconds for k in self.fp8.weight_casts) * 1e3:.3f}"
+            rows.append(("ms when weights change", "", once, f"{len(self.fp8.weight_casts)} launches"))
         return "\n".join(f"{name:<26}{high:>12}{fp8:>12}  {note}".rstrip() for name, high, fp8, note in rows)
 
     def table(self) -> str:
@@ -185,7 +193,7 @@ class Preview:
                 k.dtype,
                 k.computes,
             )
-            for k, count in _runs(self.fp8.kernels)
+            for k, count in _runs((*self.fp8.weight_casts, *self.fp8.kernels))
         ]
         widths = [max(len(line[i]) for line in (head, *cells)) for i in range(len(head))]
         return "\n".join(
@@ -205,6 +213,7 @@ class Preview:
                 "saved": program.saved,
                 "seconds": program.seconds(),
                 "kernels": [dataclasses.asdict(kernel) for kernel in program.kernels],
+                "weight_casts": [dataclasses.asdict(kernel) for kernel in program.weight_casts],
             }
             for name, program in (("high", self.high), ("fp8", self.fp8))
         }
@@ -262,8 +271,9 @@ def lower_program(
     """The program of one step for ``options.target``, and what was decided in it."""
     with collect_reports() as report:
         lowered = lower_step(model, args, kwargs, options.target, options)
-    kernels = tuple(kernel for graph in lowered.graphs for kernel in graph.kernels)
-    return Program(kernels, lowered.saved, tuple(lowered.graphs)), report
+    kernels = [kernel for graph in lowered.graphs for kernel in graph.kernels]
+    step, casts = (tuple(k for k in kernels if (k.phase == "weights") is of_weights) for of_weights in (False, True))
+    return Program(step, lowered.saved, casts, tuple(lowered.graphs)), report
 
 
 def _runs(kernels: tuple[Kernel, ...]) -> list[tuple[Kernel, int]]:
