@@ -107,6 +107,8 @@ def quantize_transposed(
         Data ``[..., C, R]``, contiguous, and the largest of ``row_scale``, float32 with as many dimensions, all of
         size 1.
     """
+    if row_scale.numel() == 0:  # the scale of nothing, as compute_scale has it
+        row_scale = row_scale.new_full([1] * x.dim(), formulas.SMALLEST_SCALE)
     data, scale = formulas.quantize_transposed(formulas.apply, x, row_scale, dtype, x.dim(), x.dtype in LARGEST)
     return _laid_out(data, dtype, multiples), scale
 

@@ -1,5 +1,6 @@
 """Machine code for Hopper without a GPU: what is read from a compiled kernel, how failures are told, and what the code
-of our GEMMs must look like: FP8 tensor cores fed by TMA, nothing spilled, every block of K promoted when accurate.
+of our GEMMs must look like: FP8 tensor cores fed by TMA, nothing spilled, every block of K promoted when accurate; and
+that of what moves memory: 128 bits at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from fp8compile.hardware import CHIPS
 from fp8compile.kernels.block_scaled_mm import launch_block_scaled_mm
 from fp8compile.kernels.configs import RULES, SQUARE, TOKENS_16, TOKENS_64, WIDE, TileConfig
 from fp8compile.kernels.grouped_mm import launch_scaled_grouped_mm
+from fp8compile.kernels.quantize_transposed import launch_quantize_transposed
 from fp8compile.kernels.scaled_mm import launch_scaled_mm
 from fp8compile.preview.machine_code import (
     CompileError,
@@ -36,6 +38,7 @@ from fp8compile.recipe import E4M3, E5M2
 TRITON_TYPE = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
+    torch.float16: "fp16",
     torch.int32: "i32",
     E4M3: "fp8e4nv",
     E5M2: "fp8e5",
@@ -279,10 +282,29 @@ def gemm_specs() -> dict[str, KernelSpec]:
 GEMMS = gemm_specs()
 
 
+def transposing_specs() -> dict[str, KernelSpec]:
+    """Quantize and transpose, from and to whatever a recipe casts."""
+    casts = [(torch.bfloat16, E4M3), (torch.float16, E4M3), (torch.float32, E5M2), (E4M3, E4M3), (E5M2, E5M2)]
+    specs = []
+    for source, dtype in casts:
+        label = f"{str(source).removeprefix('torch.')} to {TRITON_TYPE[dtype]}"
+        inputs = torch.empty(M, N, dtype=source), torch.empty(M, 1)
+        specs += specs_of(label, launch_quantize_transposed, *inputs, dtype, (16, 16))
+    return {spec.name: spec for spec in specs}
+
+
+TRANSPOSING = transposing_specs()
+
+
 @pytest.fixture(scope="module")
 def gemms() -> dict[str, MachineCode]:
     codes = compile_kernels(list(GEMMS.values()), processes=2)
     return dict(zip(GEMMS, codes, strict=True))
+
+
+@pytest.fixture(scope="module")
+def transposing() -> dict[str, MachineCode]:
+    return dict(zip(TRANSPOSING, compile_kernels(list(TRANSPOSING.values()), processes=2), strict=True))
 
 
 def threads(spec: KernelSpec) -> int:
@@ -329,3 +351,31 @@ def test_modes_cover_the_configurations() -> None:
     """A rule without a mode is for both."""
     chosen = {(rule.config, fast) for rule in RULES for fast in (False, True) if rule.fast in (None, fast)}
     assert chosen == {(config, fast) for _, config, fast in MODES}
+
+
+# --- Our casts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TRANSPOSING)
+def test_transposing_spills_nothing_and_moves_128_bits_at_a_time(
+    transposing: dict[str, MachineCode], name: str
+) -> None:
+    """Every element is read and written in vectors of 16 bytes. FP8 data have a scale for each row besides, and so at
+    most one for each vector; the one scale of the result is a store by itself."""
+    code, spec = transposing[name], TRANSPOSING[name]
+    assert code.spills == code.instructions("LDL") == code.instructions("STL") == 0
+    assert code.shared_bytes <= CHIPS["h100"].shared_memory
+    elements = spec.constexprs["BLOCK_ROWS"] * spec.constexprs["BLOCK_COLUMNS"] // threads(spec)
+    width = {"*fp32": 4, "*bf16": 2, "*fp16": 2}.get(spec.signature["x"], 1)
+    assert code.vector_loads >= elements * width // 16
+    assert code.instructions(r"LDG\.E(?!.*\.128)") <= (elements // 16 if width == 1 else 0)
+    assert code.vector_stores == elements // 16
+    assert code.instructions(r"STG\.E(?!.*\.128)") == 1
+
+
+@pytest.mark.parametrize("name", TRANSPOSING)
+def test_transposing_divides_exactly_and_keeps_subnormals(transposing: dict[str, MachineCode], name: str) -> None:
+    """Instructions that flush subnormals or divide approximately say so: values of 1e-42 have a cast like others."""
+    assert "div.rn.f32" in transposing[name].ptx
+    assert not re.search(r"\.ftz\b|\.approx\b|div\.full", transposing[name].ptx)
+    assert "F2FP.SATFINITE" in transposing[name].sass

@@ -27,7 +27,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
             made.append(self)
 
     monkeypatch.setattr(weight_casts, "_Kept", Recorded)
-    yield made
+    return made
 
 
 def train(compiled: Callable[..., Any], model: nn.Module, micro_batches: int, steps: int) -> list[torch.Tensor]:

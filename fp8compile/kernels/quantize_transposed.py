@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8compile.formulas import SMALLEST_SCALE
 from fp8compile.kernels.configs import ceil_div
 from fp8compile.kernels.launch import launch
 from fp8compile.recipe import LARGEST
@@ -19,9 +20,9 @@ of an H100, which hides the latency of memory."""
 
 
 @triton.jit
-def largest_scale(scales, rows, BLOCK: tl.constexpr):
-    """The maximum of ``scales[0:rows]``; NaN if one of them is."""
-    largest = tl.zeros([BLOCK], tl.float32)
+def largest_scale(scales, rows, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    """The maximum of ``scales[0:rows]``; NaN if one of them is; SMALLEST if there are none."""
+    largest = tl.full([BLOCK], SMALLEST, tl.float32)
     invalid = tl.zeros([BLOCK], tl.int32)
     for start in range(0, rows, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -43,13 +44,14 @@ def quantize_transposed_kernel(
     data_rows,
     data_stride,
     LARGEST_VALUE: tl.constexpr,
+    SMALLEST: tl.constexpr,
     IS_FP8: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     SCALES_AT_ONCE: tl.constexpr,
 ):
     """``x [rows, columns]`` to ``data [data_rows, data_stride]``, which is padded with zeros."""
-    one = largest_scale(row_scale, rows, SCALES_AT_ONCE)
+    one = largest_scale(row_scale, rows, SMALLEST, SCALES_AT_ONCE)
     if tl.program_id(0) == 0:
         tl.store(scale, one)
     tiles_down = tl.cdiv(data_stride, BLOCK_ROWS)
@@ -58,7 +60,9 @@ def quantize_transposed_kernel(
         row = (tile % tiles_down) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         column = (tile // tiles_down) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         inside = (row < rows)[:, None] & (column < columns)[None, :]
-        value = tl.load(x + row.to(tl.int64)[:, None] * row_stride + column[None, :], mask=inside, other=0.0)
+        source = row.to(tl.int64)[:, None] * row_stride + column[None, :]
+        tl.static_assert(source.dtype == tl.int64, "offsets in a matrix may pass 2**31")
+        value = tl.load(x + source, mask=inside, other=0.0)
         if IS_FP8:
             # of powers of two, so that the quotient is exact; 1 where there is no row
             own = tl.load(row_scale + row, mask=row < rows, other=0.0)
@@ -71,8 +75,9 @@ def quantize_transposed_kernel(
         # padding stays zero even where the scale is not finite
         scaled = tl.where(inside, scaled, 0.0)
         written = (column < data_rows)[:, None] & (row < data_stride)[None, :]
-        place = data + column.to(tl.int64)[:, None] * data_stride + row[None, :]
-        tl.store(place, tl.trans(scaled).to(data.dtype.element_ty), mask=written)
+        place = column.to(tl.int64)[:, None] * data_stride + row[None, :]
+        tl.static_assert(place.dtype == tl.int64, "offsets in a matrix may pass 2**31")
+        tl.store(data + place, tl.trans(scaled).to(data.dtype.element_ty), mask=written)
 
 
 def launch_quantize_transposed(
@@ -82,7 +87,7 @@ def launch_quantize_transposed(
 
     Args:
         x: ``[R, C]`` with contiguous rows: bfloat16, float16, float32, or FP8 data.
-        row_scale: float32 ``[R, 1]``, contiguous, powers of two. dtype: of the result. multiples: as in ``quantize``.
+        row_scale: float32 ``[R, 1]``, powers of two. dtype: of the result. multiples: as in ``quantize``.
 
     Returns:
         FP8 data ``[C, R]``, sizes rounded up to ``multiples``, and the scale, float32 ``[1, 1]``.
@@ -103,10 +108,10 @@ def launch_quantize_transposed(
     tiles = ceil_div(data_stride, BLOCK_ROWS) * ceil_div(data_rows, BLOCK_COLUMNS)
     written = launch(
         quantize_transposed_kernel,
-        min(tiles, PROGRAMS) if isinstance(tiles, int) else PROGRAMS,
+        min(max(tiles, 1), PROGRAMS) if isinstance(tiles, int) else PROGRAMS,  # one writes the scale
         {
             "x": x,
-            "row_scale": row_scale,
+            "row_scale": row_scale.contiguous(),
             "data": data,
             "scale": scale,
             "rows": rows,
@@ -115,6 +120,7 @@ def launch_quantize_transposed(
             "data_rows": data_rows,
             "data_stride": data_stride,
             "LARGEST_VALUE": LARGEST[dtype],
+            "SMALLEST": SMALLEST_SCALE,
             "IS_FP8": x.dtype in LARGEST,
             "BLOCK_ROWS": BLOCK_ROWS,
             "BLOCK_COLUMNS": BLOCK_COLUMNS,
