@@ -36,6 +36,7 @@ from fp8compile.passes import (
 )
 from fp8compile.passes.dataflow import is_inside_control_flow, is_tangent, weight_names
 from fp8compile.passes.inductor_decompositions import tracing_decompositions
+from fp8compile.passes.measured_gemms import Measure, Remembered
 from fp8compile.report import GraphReport, Report
 from fp8compile.weight_casts import WeightCasts
 
@@ -71,7 +72,7 @@ class Engine:
     Attributes:
         inner_compile: compiles one forward, backward or inference graph, as Inductor's does; None: Inductor's.
         before_joint: sees the joint (or inference) graph before our passes.
-        patches: settings of Inductor on top of the user's.
+        patches: settings of Inductor on top of the user's; one of them may turn ``max_autotune`` off, and measuring.
     """
 
     inner_compile: Callable[..., Any] | None = None
@@ -83,10 +84,14 @@ def compile_with(
     engine: Engine, gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> Callable[..., Any]:
     """Take a captured graph through our passes and Inductor's, and let ``engine`` compile what comes out."""
-    compilation = _Compilation(
-        options, _graph_inputs(gm, example_inputs), DebugFolder.create(options.debug), engine.before_joint
-    )
     patches = {**options.config_patches(), **engine.patches}
+    compilation = _Compilation(
+        options,
+        _graph_inputs(gm, example_inputs),
+        DebugFolder.create(options.debug),
+        engine.before_joint,
+        _measure() if patches.get("max_autotune", inductor_config.max_autotune) else None,
+    )
     for key, ours in (("joint_custom_pre_pass", _JointPass), ("post_grad_custom_pre_pass", _PostGradPass)):
         users = patches.get(key, getattr(inductor_config, key))
         patches[key] = ours(compilation, users)
@@ -130,13 +135,19 @@ class _Compilation:
     inputs: tuple[GraphInput, ...]
     debug: DebugFolder
     before_joint: Callable[[torch.fx.Graph], None] | None = None
+    measure: Measure | None = None
     report: GraphReport | None = None
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
 
     def context(self) -> PassContext:
         options = self.options
         return PassContext(
-            options.policy, options.recipe, options.target, self.inputs, keeps_weight_casts=options.reuse_weight_casts
+            options.policy,
+            options.recipe,
+            options.target,
+            self.inputs,
+            keeps_weight_casts=options.reuse_weight_casts,
+            measure=self.measure,
         )
 
     def run(self, passes: list[Pass], graph: torch.fx.Graph, context: PassContext, prefix: str) -> None:
@@ -219,6 +230,11 @@ class _PostGradPass(_Pass):
 def _run_op_by_op(gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
     """The engine ``"eager"``: the rewritten graph, one operator at a time."""
     return make_boxed_func(gm.forward)
+
+
+def _measure() -> Measure | None:
+    """Times GEMMs on the GPU that is present, if one is."""
+    return Remembered() if torch.cuda.is_available() else None
 
 
 _ENGINES: dict[str, Engine] = {"inductor": Engine(), "eager": Engine(_run_op_by_op)}

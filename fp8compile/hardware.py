@@ -84,6 +84,10 @@ CHIPS: dict[str, Chip] = {
 }
 DEFAULT_TARGET = "h100"
 
+FP8_GEMM_EFFICIENCY = {"library": 1278 / 1979, "ours": 1347 / 1979}
+"""The fraction of the FP8 peak that GEMMs reach on Hopper, of 1979 TFLOP/s: cuBLASLt 1278, Triton with tensor
+descriptors 1347, both as others measured them (DESIGN.md, section 6); ours has not been measured yet."""
+
 
 def get_chip(target: str | None = None) -> Chip:
     """The chip that graphs are compiled for: ``target``, else the GPU present, else an H100.

@@ -81,9 +81,15 @@ class GraphReport:
         return report
 
     def add_passes(self, context: PassContext) -> None:
-        """Note what the passes that ran in ``context`` did: name, matched, skipped by reason, milliseconds."""
+        """Note what the passes that ran in ``context`` did: name, matched, skipped by reason, notes, milliseconds."""
         self.passes += [
-            {"pass": r.name, "matched": r.matched, "skipped": dict(r.skipped), "milliseconds": round(r.milliseconds, 3)}
+            {
+                "pass": r.name,
+                "matched": r.matched,
+                "skipped": dict(r.skipped),
+                "notes": dict(r.notes),
+                "milliseconds": round(r.milliseconds, 3),
+            }
             for r in context.records
         ]
 

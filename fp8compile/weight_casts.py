@@ -77,7 +77,8 @@ class WeightCasts:
         wanted = [node for node in alone if _is_cast(node) and any(user not in alone for user in node.users)]
         if not wanted:
             return None
-        casts, copies = torch.fx.Graph(), {}
+        casts = torch.fx.Graph()
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
         needed = _needed_for(wanted)
         for node in gm.graph.nodes:
             if node in needed:

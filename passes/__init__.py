@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch.fx
 
+from fp8compile.passes.choose_gemm import choose_gemm
 from fp8compile.passes.context import FoundCollective, FoundMatmul, GraphInput, Pass, PassContext, PassRecord, run_pass
 from fp8compile.passes.decide import decide
 from fp8compile.passes.find_sites import find_sites, qualified_name
@@ -21,7 +22,7 @@ from fp8compile.passes.verify import VerificationError, verify
 JOINT_PASSES: list[Pass] = [pointwise_convolutions, find_sites, decide, quantize, restore_decompositions]
 """On the joint graph in training, on the forward graph in inference."""
 
-POST_GRAD_PASSES: list[Pass] = [lower]
+POST_GRAD_PASSES: list[Pass] = [choose_gemm, lower]
 """On the forward and on the backward graph, after partitioning."""
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch.fx
 
 from fp8compile.hardware import Chip
+from fp8compile.passes.measured_gemms import Measure
 from fp8compile.policy import Policy
 from fp8compile.recipe import OPERANDS, Gemm, Recipe
 from fp8compile.site import CollectiveSite, Decision, MatmulSite, Site
@@ -61,11 +62,13 @@ class FoundCollective:
 
 @dataclass
 class PassRecord:
-    """What one pass did: how many places it changed, why it left others alone, and how long it took."""
+    """What one pass did: how many places it changed, why it left others alone, what else is to be said of them, and
+    how long it took."""
 
     name: str
     matched: int = 0
     skipped: collections.Counter[str] = field(default_factory=collections.Counter)
+    notes: collections.Counter[str] = field(default_factory=collections.Counter)
     milliseconds: float = 0.0
 
 
@@ -78,6 +81,7 @@ class PassContext:
     chip: Chip
     inputs: tuple[GraphInput, ...]
     keeps_weight_casts: bool = False
+    measure: Measure | None = None
     matmuls: list[FoundMatmul] = field(default_factory=list)
     collectives: list[FoundCollective] = field(default_factory=list)
     records: list[PassRecord] = field(default_factory=list)

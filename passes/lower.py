@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8compile import formulas, ops
 from fp8compile.passes.builder import Builder
+from fp8compile.passes.choose_gemm import LIBRARY, chosen_for
 from fp8compile.passes.context import PassContext, PassRecord
 from fp8compile.passes.dataflow import value
 from fp8compile.recipe import LARGEST
@@ -113,7 +114,7 @@ def _scaled_mm(
 ) -> torch.fx.Node:
     if value(a).device.type == "cpu":
         return formulas.scaled_mm(build.call, a, b, scale_a, scale_b, bias, out_dtype, value(a).dim())
-    if _library_can(a, scale_a, scale_b, out_dtype):
+    if chosen_for(build.owner) == LIBRARY:
         return _library_scaled_mm(build, a, b, scale_a, scale_b, bias, out_dtype, fast)
     from fp8compile.kernels.scaled_mm import launch_scaled_mm
 
@@ -122,12 +123,6 @@ def _scaled_mm(
 
     ours: torch.fx.Node = build.inline(product, a, b, scale_a, scale_b, bias, out_dtype, fast)
     return ours
-
-
-def _library_can(a: Any, scale_a: Any, scale_b: Any, out_dtype: torch.dtype) -> bool:
-    """Whether ``aten._scaled_mm`` takes these: a matrix, with scales both tensorwise, or both rowwise and bfloat16."""
-    rowwise = [not statically_known_true(value(scale).shape[-2] == 1) for scale in (scale_a, scale_b)]
-    return value(a).dim() == 2 and (not any(rowwise) or (all(rowwise) and out_dtype == torch.bfloat16))
 
 
 def _library_scaled_mm(
@@ -144,24 +139,18 @@ def _library_scaled_mm(
 def _scaled_grouped_mm(
     build: Builder, a: Any, b: Any, scale_a: Any, scale_b: Any, offsets: Any, out_dtype: torch.dtype, fast: bool
 ) -> torch.fx.Node:
-    """``aten._scaled_grouped_mm`` on a GPU (a scale per row, writes bfloat16); our operator elsewhere."""
+    """On a GPU ``aten._scaled_grouped_mm`` or our kernel; elsewhere our operator."""
     if value(a).device.type == "cpu":
         return build.call(ops.SCALED_GROUPED_MM, a, b, scale_a, scale_b, offsets, out_dtype, fast)
-    rows = build.call(aten.expand.default, scale_a, [value(a).shape[0], 1])
-    columns = build.call(aten.expand.default, scale_b, [*value(b).shape[:2], 1])
-    flat = [build.call(aten.clone.default, build.call(aten.squeeze.dim, s, -1)) for s in (rows, columns)]
-    out = build.call(
-        aten._scaled_grouped_mm.default,
-        a,
-        build.call(aten.permute.default, b, [0, 2, 1]),
-        *flat,
-        offsets,
-        None,
-        None,
-        torch.bfloat16,
-        fast,
-    )
-    return formulas.cast(build.call, out, out_dtype)
+    if chosen_for(build.owner) == LIBRARY:
+        columns = build.call(aten.permute.default, b, [0, 2, 1])
+        scales = [build.call(aten.squeeze.dim, scale, -1) for scale in (scale_a, scale_b)]
+        arguments = (a, columns, *scales, offsets, None, None, out_dtype, fast)
+        return build.call(aten._scaled_grouped_mm.default, *arguments)
+    from fp8compile.kernels.grouped_mm import launch_scaled_grouped_mm
+
+    ours: torch.fx.Node = build.inline(launch_scaled_grouped_mm, a, b, scale_a, scale_b, offsets, out_dtype, fast)
+    return ours
 
 
 def _add_bias(build: Builder, out: Any, bias: Any, dtype: torch.dtype) -> torch.fx.Node:

@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
 
-from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fp8compile.kernels import scaled_mm as kernels
@@ -360,21 +359,16 @@ def launches(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.nodes if node.target is torch.ops.higher_order.triton_kernel_wrapper_functional]
 
 
-@pytest.mark.parametrize("through_op", [True, False])
-def test_traced_launch_is_a_kernel_with_host_descriptors(through_op: bool) -> None:
-    """Inductor launches such nodes without Python. Two ways in: the operator, and the launcher in a pass."""
+def test_traced_launch_is_a_kernel_with_host_descriptors() -> None:
+    """Inductor launches such nodes without Python."""
 
     def call(*arguments: torch.Tensor) -> torch.Tensor:
-        rest = (None, torch.bfloat16, True, "gelu")
-        if through_op:
-            return torch.ops.fp8compile.triton_scaled_mm(*arguments, *rest)
-        return kernels.launch_scaled_mm(*arguments, *rest)[0]
+        return kernels.launch_scaled_mm(*arguments, None, torch.bfloat16, True, "gelu")[0]
 
-    traced = dispatch_functionalize(call, FunctionalTensorMode(_allow_token_discovery=False)) if through_op else call
     mode = FakeTensorMode()
     inputs = [mode.from_tensor(x) for x in (integers(16, 2048), integers(256, 2048), scales(16, 1), ONE)]
     with mode:
-        graph = make_fx(traced)(*inputs).graph
+        graph = make_fx(call)(*inputs).graph
     product, sum_of_splits = launches(graph)
     assert dict(product.kwargs["tma_descriptor_metadata"]) == {
         "a": ("stable", ([16, 128],)),

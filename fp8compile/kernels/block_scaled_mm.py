@@ -136,16 +136,3 @@ def launch_block_scaled_mm(
         num_stages=config.num_stages,
     )
     return written["out"]
-
-
-@torch.library.triton_op("fp8compile::triton_block_scaled_mm", mutates_args=())
-def triton_block_scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """A GEMM with block scales in our kernel; see :func:`launch_block_scaled_mm`."""
-    return launch_block_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype)

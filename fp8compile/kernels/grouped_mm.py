@@ -123,17 +123,3 @@ def launch_scaled_grouped_mm(
         num_stages=config.num_stages,
     )
     return written["out"]
-
-
-@torch.library.triton_op("fp8compile::triton_scaled_grouped_mm", mutates_args=())
-def triton_scaled_grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    offsets: torch.Tensor,
-    out_dtype: torch.dtype,
-    fast: bool,
-) -> torch.Tensor:
-    """``fp8compile::scaled_grouped_mm`` in our kernel; see :func:`launch_scaled_grouped_mm`."""
-    return launch_scaled_grouped_mm(a, b, scale_a, scale_b, offsets, out_dtype, fast)

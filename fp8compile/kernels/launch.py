@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
-from torch._library.triton import is_wrap_triton_enabled
+from torch._subclasses.fake_tensor import FakeTensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -23,7 +23,7 @@ def launch(
     num_warps: int,
     num_stages: int,
 ) -> dict[str, torch.Tensor]:
-    """Run ``kernel[(programs,)](**arguments)``; for the body of a ``torch.library.triton_op``.
+    """Run ``kernel[(programs,)](**arguments)``; while a graph is traced, record the launch in it.
 
     Args:
         kernel: a jit function, compiled or interpreted.
@@ -40,7 +40,7 @@ def launch(
     """
     # Descriptors are made by the host. Made by the kernel they need scratch memory, of which torch 2.11 allocates one
     # program's share for the whole grid when it compiles ahead of time. wrap_triton does not record them, so we do.
-    if is_wrap_triton_enabled():
+    if any(isinstance(argument, FakeTensor) for argument in arguments.values()):
         kernel = _with_options(kernel, num_warps, num_stages)
         return _record(kernel, programs, arguments, writes, blocks)
     described = {name: TensorDescriptor.from_tensor(arguments[name], list(block)) for name, block in blocks.items()}
