@@ -24,6 +24,7 @@ class Chip:
         high_flops, fp8_flops: dense peak of bf16 and of FP8, FLOP/s; ``fp8_flops`` is 0 without FP8 tensor cores.
         bandwidth: of HBM, bytes/s. memory: bytes of HBM.
         high_efficiency, fp8_efficiency, memory_efficiency: the fraction of each peak that good kernels reach.
+        block_efficiency: the fraction of the FP8 peak that GEMMs with a scale for each block reach in Triton.
         launch: seconds that a kernel costs before it does anything.
         alignment: the contraction (K) and the columns (N) of an FP8 GEMM must be multiples of this many elements.
         multiprocessors: streaming multiprocessors. shared_memory: bytes of it that one block can use.
@@ -38,6 +39,7 @@ class Chip:
     memory: float
     high_efficiency: float = 0.68
     fp8_efficiency: float = 0.65
+    block_efficiency: float = 0.30
     memory_efficiency: float = 0.85
     launch: float = 2e-6
     alignment: int = 16
@@ -59,10 +61,18 @@ class Chip:
             return f"{self.name} does not multiply E5M2 by E5M2"
         return None
 
-    def matmul_seconds(self, batch: int, m: int, n: int, k: int, *, fp8: bool, out_bytes: int = 2) -> float:
+    def rate(self, *, fp8: bool, blocks: bool = False) -> float:
+        """FLOP/s that a good GEMM reaches; ``blocks``: with a scale for each block."""
+        if not fp8:
+            return self.high_flops * self.high_efficiency
+        return self.fp8_flops * (self.block_efficiency if blocks else self.fp8_efficiency)
+
+    def matmul_seconds(
+        self, batch: int, m: int, n: int, k: int, *, fp8: bool, blocks: bool = False, out_bytes: int = 2
+    ) -> float:
         """Roofline time of one GEMM: the longer of its arithmetic and its reads and writes, plus a launch."""
         width = 1 if fp8 else 2
-        rate = self.fp8_flops * self.fp8_efficiency if fp8 else self.high_flops * self.high_efficiency
+        rate = self.rate(fp8=fp8, blocks=blocks)
         moved = batch * (width * (m * k + n * k) + out_bytes * m * n)
         if not rate:
             return float("inf")

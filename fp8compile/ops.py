@@ -46,6 +46,19 @@ _LIBRARY.define(
     "bool fast) -> Tensor",
     tags=[torch.Tag.pt2_compliant_tag],
 )
+_LIBRARY.define(
+    "compute_block_scale(Tensor x, int[2] block, ScalarType dtype, bool power_of_two) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_LIBRARY.define(
+    "quantize_block(Tensor x, Tensor scale, int[2] block, ScalarType dtype, bool transpose, int[2] multiples)"
+    " -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+_LIBRARY.define(
+    "block_scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
 
 
 @torch.library.impl(_LIBRARY, "compute_scale", "CompositeExplicitAutograd")
@@ -164,6 +177,55 @@ def scaled_grouped_mm(
     return out
 
 
+@torch.library.impl(_LIBRARY, "compute_block_scale", "CompositeExplicitAutograd")
+def compute_block_scale(x: torch.Tensor, block: Sequence[int], dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
+    """The scale of every block of a matrix.
+
+    Args:
+        x: ``[R, C]``. block: rows and columns of a block, each 1 or 128. dtype, power_of_two: as in
+            :func:`compute_scale`.
+
+    Returns:
+        float32 ``[ceil(R / block[0]), ceil(C / block[1])]``.
+    """
+    return formulas.compute_block_scale(formulas.apply, x, x.shape, block, dtype, power_of_two).contiguous()
+
+
+@torch.library.impl(_LIBRARY, "quantize_block", "CompositeExplicitAutograd")
+def quantize_block(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    transpose: bool,
+    multiples: Sequence[int],
+) -> torch.Tensor:
+    """:func:`quantize` of a matrix with one scale a block, as :func:`compute_block_scale` makes them."""
+    data = formulas.quantize_block(formulas.apply, x, scale, x.shape, block, dtype)
+    return _laid_out(data.mT if transpose else data, dtype, multiples)
+
+
+@torch.library.impl(_LIBRARY, "block_scaled_mm", "CompositeExplicitAutograd")
+def block_scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``(a * scale_a) @ (b * scale_b)ᵀ + bias``, a scale for every 128 along K.
+
+    Args:
+        a: FP8 ``[M, K]``. b: FP8 ``[N, K]``.
+        scale_a: float32 ``[M, ceil(K / 128)]``, or ``[ceil(M / 128), ceil(K / 128)]``. scale_b: the same for ``b``.
+        bias: ``[N]``, added before rounding.
+        out_dtype: of the result ``[M, N]``. Sums are float32.
+    """
+    shapes = (a.shape, b.shape, scale_a.shape, scale_b.shape)
+    return formulas.block_scaled_mm(formulas.apply, a, b, scale_a, scale_b, bias, shapes, out_dtype)
+
+
 def _scale_shape(x: torch.Tensor, dims: Sequence[int], *_: Any) -> tuple[list[Any], torch.dtype]:
     reduced = {dim % x.dim() for dim in dims}
     return [1 if dim in reduced else size for dim, size in enumerate(x.shape)], torch.float32
@@ -177,6 +239,25 @@ def _data_shape(
     return [*batch, padded_size(rows, multiples[0]), padded_size(columns, multiples[1])], dtype
 
 
+def _block_scale_shape(x: torch.Tensor, block: Sequence[int], *_: Any) -> tuple[list[Any], torch.dtype]:
+    return [(size + step - 1) // step for size, step in zip(x.shape, block, strict=True)], torch.float32
+
+
+def _block_data_shape(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    transpose: bool,
+    multiples: Sequence[int],
+) -> tuple[list[Any], torch.dtype]:
+    return _data_shape(x, scale, dtype, transpose, multiples)
+
+
+def _block_product_shape(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[list[Any], torch.dtype]:
+    return [a.shape[0], b.shape[0]], rest[-1]
+
+
 def _product_shape(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[list[Any], torch.dtype]:
     return [*a.shape[:-1], b.shape[-2]], rest[-2]
 
@@ -186,12 +267,21 @@ QUANTIZE = torch.ops.fp8compile.quantize.default
 QUANTIZE_TRANSPOSED = torch.ops.fp8compile.quantize_transposed.default
 SCALED_MM = torch.ops.fp8compile.scaled_mm.default
 SCALED_GROUPED_MM = torch.ops.fp8compile.scaled_grouped_mm.default
+COMPUTE_BLOCK_SCALE = torch.ops.fp8compile.compute_block_scale.default
+QUANTIZE_BLOCK = torch.ops.fp8compile.quantize_block.default
+BLOCK_SCALED_MM = torch.ops.fp8compile.block_scaled_mm.default
+
+CASTS = (COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, COMPUTE_BLOCK_SCALE, QUANTIZE_BLOCK)
+GEMMS = (SCALED_MM, SCALED_GROUPED_MM, BLOCK_SCALED_MM)
 
 SHAPE_RULES: dict[Any, Callable[..., tuple[list[Any], torch.dtype]]] = {
     COMPUTE_SCALE: _scale_shape,
     QUANTIZE: _data_shape,
     SCALED_MM: _product_shape,
     SCALED_GROUPED_MM: _product_shape,
+    COMPUTE_BLOCK_SCALE: _block_scale_shape,
+    QUANTIZE_BLOCK: _block_data_shape,
+    BLOCK_SCALED_MM: _block_product_shape,
 }
 """Shape and dtype of each operator's result, which is contiguous, from its arguments."""
 

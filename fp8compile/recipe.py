@@ -13,7 +13,7 @@ import torch
 
 Role = Literal["fprop", "dgrad", "wgrad"]
 Operand = Literal["input", "weight", "grad_output"]
-Granularity = Literal["tensorwise", "rowwise", "rowwise_once"]
+Granularity = Literal["tensorwise", "rowwise", "rowwise_once", "block"]
 Accumulation = Literal["fast", "accurate"]
 
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -28,6 +28,9 @@ E5M2 = torch.float8_e5m2
 LARGEST: dict[torch.dtype, float] = {E4M3: 448.0, E5M2: 57344.0}
 """The FP8 dtypes we quantize to, with the largest finite value of each."""
 
+BLOCK = 128
+"""Elements of a row that share a scale, and rows of a weight, where scales are for blocks."""
+
 
 @dataclass(frozen=True)
 class Cast:
@@ -39,7 +42,8 @@ class Cast:
             are summed into the same output element (a row along the contraction), or ``"rowwise_once"``: one cast per
             tensor, with a scale per row of its last dimension. A GEMM that sums over the rows, as wgrad does, reads
             the same values transposed and brought to the largest of those scales. Scales are powers of two, so that
-            this changes no mantissa; what a far smaller scale held may become subnormal.
+            this changes no mantissa; what a far smaller scale held may become subnormal. Or ``"block"``: 128 elements
+            that are summed into the same output element; of a weight, 128 by 128.
         power_of_two: round scales up to powers of two, so that scaling never changes a mantissa.
 
     Scales are dynamic and float32: ``scale = max(amax / largest(dtype), 2**-126)``.
@@ -85,6 +89,11 @@ class Gemm:
                 f"Gemm: granularities {self.first.granularity} and {self.second.granularity} differ; "
                 "both operands of a GEMM share one"
             )
+        if self.first.granularity == "block" and self.accumulation == "fast":
+            raise ValueError(
+                "Gemm: accumulation 'fast' is not for granularity 'block', whose scales are applied to sums in float32 "
+                "every 128 products; use 'accurate'"
+            )
 
 
 @dataclass(frozen=True)
@@ -111,7 +120,7 @@ class Recipe:
         dtype: torch.dtype = E4M3,
         grad_dtype: torch.dtype | None = None,
         power_of_two: bool = False,
-        accumulation: Accumulation | tuple[Accumulation, Accumulation, Accumulation] = ("fast", "accurate", "accurate"),
+        accumulation: Accumulation | tuple[Accumulation, Accumulation, Accumulation] | None = None,
         keep: tuple[Role, ...] = (),
     ) -> Recipe:
         """A recipe with the same granularity everywhere.
@@ -122,7 +131,8 @@ class Recipe:
             dtype: of inputs and weights.
             grad_dtype: of output gradients; ``dtype`` if not given.
             power_of_two: round scales up to powers of two; ``"rowwise_once"`` always does.
-            accumulation: one value, or one each for fprop, dgrad and wgrad.
+            accumulation: one value, or one each for fprop, dgrad and wgrad. Default: fast, accurate and accurate; with
+                blocks accurate.
             keep: roles that stay in high precision.
         """
         for role in keep:
@@ -131,7 +141,8 @@ class Recipe:
         power_of_two = power_of_two or granularity == "rowwise_once"
         plain = Cast(dtype, granularity, power_of_two)
         grad = Cast(grad_dtype or dtype, granularity, power_of_two)
-        modes = (accumulation,) * 3 if isinstance(accumulation, str) else accumulation
+        default: tuple[Accumulation, ...] = ("accurate" if granularity == "block" else "fast", "accurate", "accurate")
+        modes = (accumulation,) * 3 if isinstance(accumulation, str) else accumulation or default
         if len(modes) != len(ROLES):
             raise ValueError(
                 f"Recipe {name!r}: accumulation {accumulation!r} must be one value or one each for {', '.join(ROLES)}"
@@ -163,6 +174,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe.uniform("rowwise", granularity="rowwise"),
         Recipe.uniform("rowwise_hp_wgrad", granularity="rowwise", keep=("wgrad",)),
         Recipe.uniform("rowwise_once", granularity="rowwise_once"),
+        Recipe.uniform("block", granularity="block"),
     )
 }
 """The named recipes; ``options={"recipe": name}`` and ``Policy.use(name)`` look here."""

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8compile import ops
 
-CASTS = (ops.COMPUTE_SCALE, ops.QUANTIZE, ops.QUANTIZE_TRANSPOSED)
 IS_WEIGHT_GRAPH = "fp8compile_weight_graph"
 """Set in the ``meta`` of a module that holds the casts of weights."""
 
@@ -130,7 +129,7 @@ def _placeholders(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 
 def _is_cast(node: torch.fx.Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else node
-    return isinstance(source, torch.fx.Node) and source.target in CASTS
+    return isinstance(source, torch.fx.Node) and source.target in ops.CASTS
 
 
 def _needed_for(wanted: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:

@@ -17,7 +17,7 @@ import torch.fx
 
 from fp8compile.passes.context import FoundMatmul
 from fp8compile.passes.dataflow import Step, is_transposed, root, size_hint, steps, value, with_transposition
-from fp8compile.recipe import Cast
+from fp8compile.recipe import BLOCK, Cast
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class CastPlan:
         source: the tensor it is a view of, before any conversion. views: how it gets from there to the matrix.
         transpose: whether the GEMM reads the matrix transposed.
         flipped: whether the matrix is the operand transposed.
-        dims: of the matrix, the dimensions that share a scale.
+        dims: of the matrix, the dimensions that share a scale. block: instead, rows and columns that do.
         cast: dtype and scale rule.
         multiples: what rows and columns of the data are padded to.
     """
@@ -42,6 +42,7 @@ class CastPlan:
     dims: tuple[int, ...]
     cast: Cast
     multiples: tuple[int, int]
+    block: tuple[int, int] | None = None
 
     @property
     def matrix_key(self) -> tuple[Any, ...]:
@@ -49,7 +50,7 @@ class CastPlan:
 
     @property
     def scale_key(self) -> tuple[Any, ...]:
-        return (self.matrix_key, self.dims, self.cast.dtype, self.cast.power_of_two)
+        return (self.matrix_key, self.dims, self.block, self.cast.dtype, self.cast.power_of_two)
 
     @property
     def data_key(self) -> tuple[Any, ...]:
@@ -59,7 +60,7 @@ class CastPlan:
     def layout_key(self) -> tuple[Any, ...]:
         """The data key without the source, which is renamed when a matmul that makes it is replaced."""
         views = tuple((kind, argument) for kind, argument, _ in self.views)
-        return (views, self.dims, self.cast, self.transpose, self.multiples)
+        return (views, self.dims, self.block, self.cast, self.transpose, self.multiples)
 
     @property
     def brings_to_one_scale(self) -> bool:
@@ -99,7 +100,7 @@ def _plan(
     operand: torch.fx.Node, cast: Cast, contraction: int, multiples: tuple[int, int], sums_over_rows: bool | None
 ) -> CastPlan:
     """``sums_over_rows``: whether the rows that have scales of their own, if one cast is for both layouts, are what
-    this GEMM sums over; None: they are as they lie in memory."""
+    this GEMM sums over; None, for a weight: they are as they lie in memory."""
     kept, contracted = [value(operand).shape[d] for d in ((-2, -1) if contraction == -1 else (-1, -2))]
     needed = (_unless_divides(multiples[0], kept), _unless_divides(multiples[1], contracted))
     rank = value(operand).dim()
@@ -115,9 +116,13 @@ def _plan(
         "tensorwise": tuple(range(rank)),
         "rowwise": (rank - 2 if transpose else rank - 1,),
         "rowwise_once": (rank - 1,),
+        "block": (),
     }[cast.granularity]
+    block = None
+    if cast.granularity == "block":
+        block = (BLOCK, BLOCK) if sums_over_rows is None else (BLOCK, 1) if transpose else (1, BLOCK)
     flipped = transpose == as_read
-    return CastPlan(operand, root(operand), tuple(views), transpose, flipped, dims, cast, needed)
+    return CastPlan(operand, root(operand), tuple(views), transpose, flipped, dims, cast, needed, block)
 
 
 def _unless_divides(multiple: int, size: int | torch.SymInt) -> int:

@@ -13,6 +13,7 @@ from fp8compile.hardware import Chip
 from fp8compile.passes.casts import CastPlan, plan_casts
 from fp8compile.passes.context import FoundMatmul, PassContext, PassRecord
 from fp8compile.passes.dataflow import HIGH_PRECISION, depends_on_data, value
+from fp8compile.recipe import BLOCK
 from fp8compile.site import MatmulSite, keep
 
 WORTH_PADDING = 1.25
@@ -54,6 +55,11 @@ def cannot_run(found: FoundMatmul, chip: Chip) -> str | None:
         return reason
     if site.batch * site.m * site.n * site.k == 0:
         return "empty: a dimension is zero"
+    if gemm.first.granularity == "block":
+        if found.offsets is not None or value(found.first).dim() != 2 or value(found.second).dim() != 2:
+            return "block scales are for products of two matrices, not for batches and groups"
+        if "k" in site.dynamic:
+            return f"K is dynamic: blocks of {BLOCK} along it need to know its size"
     if "n" in site.dynamic:
         return f"N is dynamic: {chip.name} needs a multiple of {chip.alignment}, and only K is padded dynamically"
     if depends_on_data(value(found.first).shape[-1]):
@@ -95,11 +101,11 @@ def _aligned(size: int, chip: Chip) -> int:
     return -(-size // chip.alignment) * chip.alignment
 
 
-def gemm_gain(site: MatmulSite, chip: Chip) -> float:
-    """Seconds that the GEMM alone saves in FP8, casts not counted."""
+def gemm_gain(site: MatmulSite, chip: Chip, *, blocks: bool = False) -> float:
+    """Seconds that the GEMM alone saves in FP8, casts not counted; ``blocks``: with scales for blocks."""
     sizes = (site.batch, site.m, site.n, site.k)
     high = chip.matmul_seconds(*sizes, fp8=False, out_bytes=site.out_dtype.itemsize)
-    return high - chip.matmul_seconds(*sizes, fp8=True, out_bytes=site.out_dtype.itemsize)
+    return high - chip.matmul_seconds(*sizes, fp8=True, blocks=blocks, out_bytes=site.out_dtype.itemsize)
 
 
 def cast_costs(plan: CastPlan, chip: Chip) -> dict[Any, float]:
@@ -142,7 +148,8 @@ def keep_what_loses(context: PassContext) -> None:
     for index, found, decision in in_fp8:
         if not decision or not decision.if_faster:
             continue
-        gain = gemm_gain(found.site, chip)
+        assert found.gemm is not None
+        gain = gemm_gain(found.site, chip, blocks=found.gemm.first.granularity == "block")
         open_sites[index] = (found, gain)
         costs = costs_of(found, context)
         if gain > 0:

@@ -95,6 +95,33 @@ def _quantize_transposed(
     return _laid_out(build, data, dtype, multiples), scale
 
 
+def _compute_block_scale(
+    build: Builder, x: Any, block: list[int], dtype: torch.dtype, power_of_two: bool
+) -> torch.fx.Node:
+    return _stored(build, formulas.compute_block_scale(build.call, x, value(x).shape, block, dtype, power_of_two))
+
+
+def _quantize_block(
+    build: Builder, x: Any, scale: Any, block: list[int], dtype: torch.dtype, transpose: bool, multiples: list[int]
+) -> torch.fx.Node:
+    data = formulas.quantize_block(build.call, x, scale, value(x).shape, block, dtype)
+    if transpose:
+        data = build.call(aten.permute.default, data, [1, 0])
+    return _laid_out(build, data, dtype, multiples)
+
+
+def _block_scaled_mm(
+    build: Builder, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, out_dtype: torch.dtype
+) -> torch.fx.Node:
+    if value(a).device.type == "cpu":
+        shapes = [value(argument).shape for argument in (a, b, scale_a, scale_b)]
+        return formulas.block_scaled_mm(build.call, a, b, scale_a, scale_b, bias, shapes, out_dtype)
+    from fp8compile.kernels.block_scaled_mm import launch_block_scaled_mm
+
+    ours: torch.fx.Node = build.inline(launch_block_scaled_mm, a, b, scale_a, scale_b, bias, out_dtype)
+    return ours
+
+
 def _padding(build: Builder, data: torch.fx.Node, multiples: list[int]) -> list[Any]:
     """Arguments of ``constant_pad_nd`` that round the last two sizes up; empty if nothing is to be added."""
     rank = value(data).dim()
@@ -163,4 +190,7 @@ LOWERINGS: dict[Any, Callable[..., torch.fx.Node | tuple[torch.fx.Node, ...]]] =
     ops.QUANTIZE_TRANSPOSED: _quantize_transposed,
     ops.SCALED_MM: _scaled_mm,
     ops.SCALED_GROUPED_MM: _scaled_grouped_mm,
+    ops.COMPUTE_BLOCK_SCALE: _compute_block_scale,
+    ops.QUANTIZE_BLOCK: _quantize_block,
+    ops.BLOCK_SCALED_MM: _block_scaled_mm,
 }

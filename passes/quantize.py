@@ -95,10 +95,18 @@ class _CastWriter:
         late = self._belongs_in_backward(plan, found)
         matrix = self._matrix(plan, found, late)
         scale = self._scale(plan, found, late, matrix)
-        cast = plan.cast
         data = self._once(
             (plan.data_key, late),
-            lambda build: build.call(ops.QUANTIZE, matrix, scale, cast.dtype, plan.transpose, list(plan.multiples)),
+            lambda build: build.call(
+                *(
+                    (ops.QUANTIZE, matrix, scale)
+                    if plan.block is None
+                    else (ops.QUANTIZE_BLOCK, matrix, scale, list(plan.block))
+                ),
+                plan.cast.dtype,
+                plan.transpose,
+                list(plan.multiples),
+            ),
             after=max(matrix, scale),
             found=found,
             late=late,
@@ -182,7 +190,13 @@ class _CastWriter:
         return self._once(
             (plan.scale_key, late),
             lambda build: build.call(
-                ops.COMPUTE_SCALE, matrix, list(plan.dims), plan.cast.dtype, plan.cast.power_of_two
+                *(
+                    (ops.COMPUTE_SCALE, matrix, list(plan.dims))
+                    if plan.block is None
+                    else (ops.COMPUTE_BLOCK_SCALE, matrix, list(plan.block))
+                ),
+                plan.cast.dtype,
+                plan.cast.power_of_two,
             ),
             after=matrix,
             found=found,
@@ -210,7 +224,9 @@ class _CastWriter:
         build = Builder(self.graph, found.node, before=found.node)
         if plan.transpose:
             scale = _transposed(build, scale)
-        missing = value(data).shape[-2] - value(scale).shape[-2] if plan.multiples[0] != 1 else 0
+        if plan.multiples[0] == 1 or (plan.block is not None and 1 not in plan.block):
+            return scale
+        missing = value(data).shape[-2] - value(scale).shape[-2]
         return build.call(aten.constant_pad_nd.default, scale, [0, 0, 0, int(missing)], 1.0) if missing else scale
 
     def _once(
@@ -259,7 +275,9 @@ def _replace(graph: torch.fx.Graph, found: FoundMatmul, writer: _CastWriter, ali
     fused = found.bias is not None and found.alpha == found.beta == 1 and value(found.bias).dim() == 1 and not padded
     build = Builder(graph, node, before=node)
     fast = gemm.accumulation == "fast"
-    if found.offsets is not None:
+    if gemm.first.granularity == "block":
+        out = build.call(ops.BLOCK_SCALED_MM, a, b, scale_a, scale_b, found.bias if fused else None, old.dtype)
+    elif found.offsets is not None:
         out = build.call(ops.SCALED_GROUPED_MM, a, b, scale_a, scale_b, found.offsets, old.dtype, fast)
     else:
         out = build.call(ops.SCALED_MM, a, b, scale_a, scale_b, found.bias if fused else None, old.dtype, fast)

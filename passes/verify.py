@@ -17,7 +17,7 @@ from fp8compile import ops
 from fp8compile.hardware import Chip
 from fp8compile.passes.context import PassContext, PassRecord
 from fp8compile.passes.dataflow import VIEWS, value
-from fp8compile.recipe import LARGEST
+from fp8compile.recipe import BLOCK, LARGEST
 
 aten = torch.ops.aten
 
@@ -49,8 +49,7 @@ ANY = object()
 Rule = Callable[[torch.fx.Node, Chip], str | None]
 
 MAY_READ_FP8: set[Any] = {
-    ops.SCALED_MM,
-    ops.SCALED_GROUPED_MM,
+    *ops.GEMMS,
     ops.QUANTIZE_TRANSPOSED,
     aten.slice.Tensor,
     aten.clone.default,
@@ -133,22 +132,38 @@ def _scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
     return None
 
 
+def _block_scale_fits(node: torch.fx.Node, chip: Chip) -> str | None:
+    x, scale, block = value(node.args[0]), value(node.args[1]), node.args[2]  # type: ignore[arg-type]
+    if scale.dtype != torch.float32:
+        return f"scale is {scale.dtype}, not float32"
+    if x.dim() != 2 or scale.dim() != 2 or any(map(_differ, scale.shape, _blocks(x.shape, block))):
+        return f"scale {tuple(scale.shape)} is not one number per block {block} of {tuple(x.shape)}"
+    return None
+
+
+def _block_scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
+    a, b, scale_a, scale_b = (value(arg) for arg in node.args[:4])  # type: ignore[arg-type]
+    for key, data, scale in (("a", a, scale_a), ("b", b, scale_b)):
+        by_row, by_block = ([*map(_differ, scale.shape, _blocks(data.shape, (rows, BLOCK)))] for rows in (1, BLOCK))
+        if data.dim() != 2 or scale.dim() != 2 or (any(by_row) and any(by_block)):
+            return f"scale of {key} is {tuple(scale.shape)}, its data {tuple(data.shape)}"
+    return None
+
+
+def _blocks(shape: Any, block: Any) -> list[Any]:
+    return [(size + step - 1) // step for size, step in zip(shape, block, strict=True)]
+
+
 def _only_gemms_read_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
     both = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
     transposed = isinstance(both, torch.fx.Node) and both.target is ops.QUANTIZE_TRANSPOSED
-    if node.op != "call_function" or not (node.target is ops.QUANTIZE or transposed):
+    if node.op != "call_function" or not (node.target in (ops.QUANTIZE, ops.QUANTIZE_BLOCK) or transposed):
         return None
     wrong = [u.name for u in node.users if u.op != "output" and u.target not in MAY_READ_FP8]
     return f"FP8 data read by {', '.join(wrong)}" if wrong else None
 
 
-GEMM_RULES: list[Rule] = [
-    _operands_are_fp8,
-    _contractions_agree,
-    _is_aligned,
-    _operands_are_k_major,
-    _scales_match_operands,
-]
+GEMM_RULES: list[Rule] = [_operands_are_fp8, _contractions_agree, _is_aligned, _operands_are_k_major]
 
 RULES: list[tuple[Any, Rule]] = [
     (ANY, _has_value),
@@ -158,5 +173,11 @@ RULES: list[tuple[Any, Rule]] = [
     (ops.QUANTIZE, _quantizes_to_fp8),
     (ops.QUANTIZE_TRANSPOSED, _scale_fits),
     (ops.QUANTIZE_TRANSPOSED, _has_a_scale_per_row),
-    *((gemm, rule) for gemm in (ops.SCALED_MM, ops.SCALED_GROUPED_MM) for rule in GEMM_RULES),
+    (ops.COMPUTE_BLOCK_SCALE, _scale_is_float32),
+    (ops.QUANTIZE_BLOCK, _block_scale_fits),
+    (ops.QUANTIZE_BLOCK, _quantizes_to_fp8),
+    *((gemm, rule) for gemm in ops.GEMMS for rule in GEMM_RULES),
+    (ops.SCALED_MM, _scales_match_operands),
+    (ops.SCALED_GROUPED_MM, _scales_match_operands),
+    (ops.BLOCK_SCALED_MM, _block_scales_match_operands),
 ]

@@ -156,8 +156,7 @@ def _timed(
     chip: Chip,
 ) -> Kernel:
     """A kernel with its predicted time: the longer of its arithmetic and its reads and writes, plus a launch."""
-    fp8 = dtype in LARGEST
-    rate = chip.fp8_flops * chip.fp8_efficiency if fp8 else chip.high_flops * chip.high_efficiency
+    rate = chip.rate(fp8=dtype in LARGEST, blocks=name == "block_scaled_mm_kernel")
     seconds = max(flops / rate if flops else 0.0, chip.memory_seconds(read + written, 0)) + chip.launch
     return Kernel(name, maker, kind, phase, computes, read, written, flops, _short(dtype), seconds)
 

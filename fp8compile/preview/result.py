@@ -145,10 +145,13 @@ class Preview:
     def assumptions(self) -> str:
         """What the prediction rests on."""
         chip = self.chip
-        fp8 = f", FP8 GEMMs {chip.fp8_efficiency:.0%} of {chip.fp8_flops / 1e12:.0f} TFLOP/s" if chip.has_fp8 else ""
+        fp8 = (
+            f", FP8 GEMMs {chip.fp8_efficiency:.0%} of {chip.fp8_flops / 1e12:.0f} TFLOP/s "
+            f"({chip.block_efficiency:.0%} with block scales)"
+        )
         return (
             f"Assumed for {chip.name}: bf16 GEMMs and attention reach {chip.high_efficiency:.0%} of "
-            f"{chip.high_flops / 1e12:.0f} TFLOP/s{fp8}, memory "
+            f"{chip.high_flops / 1e12:.0f} TFLOP/s{fp8 if chip.has_fp8 else ''}, memory "
             f"{chip.memory_efficiency:.0%} of {chip.bandwidth / 1e12:.2f} TB/s; {chip.launch * 1e6:.0f} µs a launch; "
             "no kernels overlap; Inductor does not autotune; nothing was measured."
         )
