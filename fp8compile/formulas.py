@@ -155,11 +155,8 @@ def scaled_mm(
 def block_scaled_mm(
     call: Call, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, shapes: Sequence[Any], out_dtype: torch.dtype
 ) -> Any:
-    """``(a * scale_a) @ (b * scale_b)ᵀ + bias`` in float32, each scale for a block of 128 along K.
-
-    Args:
-        shapes: of a, b, scale_a and scale_b.
-    """
+    """``(a * scale_a) @ (b * scale_b)ᵀ + bias`` in float32, each scale for a block of 128 along K; ``shapes``: of a, b
+    and their scales."""
     wide = [
         call(aten.mul.Tensor, cast(call, data, torch.float32), _by_element(call, scale, shape, counts))
         for data, scale, shape, counts in ((a, scale_a, shapes[0], shapes[2]), (b, scale_b, shapes[1], shapes[3]))

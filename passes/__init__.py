@@ -13,6 +13,7 @@ from fp8compile.passes.choose_gemm import choose_gemm
 from fp8compile.passes.context import FoundCollective, FoundMatmul, GraphInput, Pass, PassContext, PassRecord, run_pass
 from fp8compile.passes.decide import decide
 from fp8compile.passes.find_sites import find_sites, qualified_name
+from fp8compile.passes.fuse_block_casts import fuse_block_casts
 from fp8compile.passes.inductor_decompositions import restore_decompositions
 from fp8compile.passes.lower import lower
 from fp8compile.passes.pointwise_convolutions import pointwise_convolutions
@@ -22,7 +23,7 @@ from fp8compile.passes.verify import VerificationError, verify
 JOINT_PASSES: list[Pass] = [pointwise_convolutions, find_sites, decide, quantize, restore_decompositions]
 """On the joint graph in training, on the forward graph in inference."""
 
-POST_GRAD_PASSES: list[Pass] = [choose_gemm, lower]
+POST_GRAD_PASSES: list[Pass] = [choose_gemm, fuse_block_casts, lower]
 """On the forward and on the backward graph, after partitioning."""
 
 

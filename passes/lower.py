@@ -98,12 +98,17 @@ def _quantize_transposed(
 def _compute_block_scale(
     build: Builder, x: Any, block: list[int], dtype: torch.dtype, power_of_two: bool
 ) -> torch.fx.Node:
+    """On a CPU our operator: Inductor's loops there leave out what is beyond the last whole block."""
+    if value(x).device.type == "cpu":
+        return build.call(ops.COMPUTE_BLOCK_SCALE, x, block, dtype, power_of_two)
     return _stored(build, formulas.compute_block_scale(build.call, x, value(x).shape, block, dtype, power_of_two))
 
 
 def _quantize_block(
     build: Builder, x: Any, scale: Any, block: list[int], dtype: torch.dtype, transpose: bool, multiples: list[int]
 ) -> torch.fx.Node:
+    if value(x).device.type == "cpu":
+        return build.call(ops.QUANTIZE_BLOCK, x, scale, block, dtype, transpose, multiples)
     data = formulas.quantize_block(build.call, x, scale, value(x).shape, block, dtype)
     if transpose:
         data = build.call(aten.permute.default, data, [1, 0])
@@ -114,8 +119,7 @@ def _block_scaled_mm(
     build: Builder, a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any, out_dtype: torch.dtype
 ) -> torch.fx.Node:
     if value(a).device.type == "cpu":
-        shapes = [value(argument).shape for argument in (a, b, scale_a, scale_b)]
-        return formulas.block_scaled_mm(build.call, a, b, scale_a, scale_b, bias, shapes, out_dtype)
+        return build.call(ops.BLOCK_SCALED_MM, a, b, scale_a, scale_b, bias, out_dtype)
     from fp8compile.kernels.block_scaled_mm import launch_block_scaled_mm
 
     ours: torch.fx.Node = build.inline(launch_block_scaled_mm, a, b, scale_a, scale_b, bias, out_dtype)

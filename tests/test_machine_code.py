@@ -24,6 +24,7 @@ from fp8compile.hardware import CHIPS
 from fp8compile.kernels.block_scaled_mm import launch_block_scaled_mm
 from fp8compile.kernels.configs import RULES, SQUARE, TOKENS_16, TOKENS_64, WIDE, TileConfig
 from fp8compile.kernels.grouped_mm import launch_scaled_grouped_mm
+from fp8compile.kernels.quantize_block import launch_quantize_block
 from fp8compile.kernels.quantize_transposed import launch_quantize_transposed
 from fp8compile.kernels.scaled_mm import launch_scaled_mm
 from fp8compile.preview.machine_code import (
@@ -272,10 +273,11 @@ def gemm_specs() -> dict[str, KernelSpec]:
         ))  # fmt: skip
     for label, config in (("16 tokens", TOKENS_16), ("64 tokens", TOKENS_64), ("square", SQUARE)):
         a, b = operands(E4M3, E4M3)[:2]
-        scales = torch.empty(K // 128, M).T, torch.empty(N // 128, K // 128)
-        add(label, *specs_of(
-            label, launch_block_scaled_mm, a, b, *scales, like[0], torch.bfloat16, config=config,
-        ))  # fmt: skip
+        columns = torch.empty(K // 128, M).T
+        for kind, scale_b in (("", torch.empty(N // 128, K // 128)), (", rows", torch.empty(K // 128, N).T)):
+            add(label, *specs_of(
+                label + kind, launch_block_scaled_mm, a, b, columns, scale_b, like[0], torch.bfloat16, config=config,
+            ))  # fmt: skip
     return dict(specs)
 
 
@@ -296,6 +298,23 @@ def transposing_specs() -> dict[str, KernelSpec]:
 TRANSPOSING = transposing_specs()
 
 
+def block_cast_specs() -> dict[str, KernelSpec]:
+    """Quantize with scales for blocks: each layout alone and both, of activations and of weights."""
+    specs = []
+    for source in (torch.bfloat16, torch.float32):
+        for square in (False, True):
+            for layouts in (((1, 16), None), (None, (16, 16)), ((1, 16), (16, 16))):
+                kind = "both" if all(layouts) else "as it is" if layouts[0] else "transposed"
+                label = f"{str(source).removeprefix('torch.')}, {'128x128' if square else '1x128'}, {kind}"
+                specs += specs_of(
+                    label, launch_quantize_block, torch.empty(M, N, dtype=source), E4M3, False, square, *layouts
+                )
+    return {spec.name: spec for spec in specs}
+
+
+BLOCK_CASTS = block_cast_specs()
+
+
 @pytest.fixture(scope="module")
 def gemms() -> dict[str, MachineCode]:
     codes = compile_kernels(list(GEMMS.values()), processes=2)
@@ -305,6 +324,11 @@ def gemms() -> dict[str, MachineCode]:
 @pytest.fixture(scope="module")
 def transposing() -> dict[str, MachineCode]:
     return dict(zip(TRANSPOSING, compile_kernels(list(TRANSPOSING.values()), processes=2), strict=True))
+
+
+@pytest.fixture(scope="module")
+def block_casts() -> dict[str, MachineCode]:
+    return dict(zip(BLOCK_CASTS, compile_kernels(list(BLOCK_CASTS.values()), processes=2), strict=True))
 
 
 def threads(spec: KernelSpec) -> int:
@@ -379,3 +403,18 @@ def test_transposing_divides_exactly_and_keeps_subnormals(transposing: dict[str,
     assert "div.rn.f32" in transposing[name].ptx
     assert not re.search(r"\.ftz\b|\.approx\b|div\.full", transposing[name].ptx)
     assert "F2FP.SATFINITE" in transposing[name].sass
+
+
+@pytest.mark.parametrize("name", BLOCK_CASTS)
+def test_block_cast_reads_once_and_moves_128_bits_at_a_time(block_casts: dict[str, MachineCode], name: str) -> None:
+    """Every element is loaded once, in vectors of 16 bytes, and stored once for each layout; nothing spills."""
+    code, spec = block_casts[name], BLOCK_CASTS[name]
+    assert code.spills == code.instructions("LDL") == code.instructions("STL") == 0
+    assert code.shared_bytes <= CHIPS["h100"].shared_memory
+    elements = spec.constexprs["BLOCK"] ** 2 // threads(spec)
+    assert code.vector_loads == elements * {"*fp32": 4, "*bf16": 2}[spec.signature["x"]] // 16
+    assert code.instructions(r"LDG\.E(?!.*\.128)") == 0
+    layouts = sum(name in spec.signature for name in ("data", "transposed"))
+    assert code.vector_stores == layouts * elements // 16
+    assert "div.rn.f32" in code.ptx
+    assert not re.search(r"\.ftz\b|\.approx\b|div\.full", code.ptx)
