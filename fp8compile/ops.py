@@ -47,12 +47,8 @@ _LIBRARY.define(
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
-    "compute_block_scale(Tensor x, int[2] block, ScalarType dtype, bool power_of_two) -> Tensor",
-    tags=[torch.Tag.pt2_compliant_tag],
-)
-_LIBRARY.define(
-    "quantize_block(Tensor x, Tensor scale, int[2] block, ScalarType dtype, bool transpose, int[2] multiples)"
-    " -> Tensor",
+    "quantize_block(Tensor x, int[2] block, ScalarType dtype, bool power_of_two, bool transpose, int[2] multiples)"
+    " -> (Tensor, Tensor)",
     tags=[torch.Tag.pt2_compliant_tag],
 )
 _LIBRARY.define(
@@ -177,32 +173,30 @@ def scaled_grouped_mm(
     return out
 
 
-@torch.library.impl(_LIBRARY, "compute_block_scale", "CompositeExplicitAutograd")
-def compute_block_scale(x: torch.Tensor, block: Sequence[int], dtype: torch.dtype, power_of_two: bool) -> torch.Tensor:
-    """The scale of every block of a matrix.
-
-    Args:
-        x: ``[R, C]``. block: rows and columns of a block, each 1 or 128. dtype, power_of_two: as in
-            :func:`compute_scale`.
-
-    Returns:
-        float32 ``[ceil(R / block[0]), ceil(C / block[1])]``.
-    """
-    return formulas.compute_block_scale(formulas.apply, x, x.shape, block, dtype, power_of_two).contiguous()
-
-
 @torch.library.impl(_LIBRARY, "quantize_block", "CompositeExplicitAutograd")
 def quantize_block(
     x: torch.Tensor,
-    scale: torch.Tensor,
     block: Sequence[int],
     dtype: torch.dtype,
+    power_of_two: bool,
     transpose: bool,
     multiples: Sequence[int],
-) -> torch.Tensor:
-    """:func:`quantize` of a matrix with one scale a block, as :func:`compute_block_scale` makes them."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in FP8 with one scale for every block.
+
+    Args:
+        x: ``[R, C]``, any strides.
+        block: rows and columns that share a scale, each 1 or 128; a block at the edge is what there is of it.
+        dtype, power_of_two: as in :func:`compute_scale`. transpose, multiples: as in :func:`quantize`.
+
+    Returns:
+        Data as of :func:`quantize`, and scales, float32 ``[ceil(R / block[0]), ceil(C / block[1])]``, contiguous and
+        then transposed as the data are.
+    """
+    scale = formulas.compute_block_scale(formulas.apply, x, x.shape, block, dtype, power_of_two).contiguous()
     data = formulas.quantize_block(formulas.apply, x, scale, x.shape, block, dtype)
-    return _laid_out(data.mT if transpose else data, dtype, multiples)
+    data, scale = (data.mT, scale.mT) if transpose else (data, scale)
+    return _laid_out(data, dtype, multiples), scale
 
 
 @torch.library.impl(_LIBRARY, "block_scaled_mm", "CompositeExplicitAutograd")
@@ -239,21 +233,6 @@ def _data_shape(
     return [*batch, padded_size(rows, multiples[0]), padded_size(columns, multiples[1])], dtype
 
 
-def _block_scale_shape(x: torch.Tensor, block: Sequence[int], *_: Any) -> tuple[list[Any], torch.dtype]:
-    return [(size + step - 1) // step for size, step in zip(x.shape, block, strict=True)], torch.float32
-
-
-def _block_data_shape(
-    x: torch.Tensor,
-    scale: torch.Tensor,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    transpose: bool,
-    multiples: Sequence[int],
-) -> tuple[list[Any], torch.dtype]:
-    return _data_shape(x, scale, dtype, transpose, multiples)
-
-
 def _block_product_shape(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[list[Any], torch.dtype]:
     return [a.shape[0], b.shape[0]], rest[-1]
 
@@ -267,11 +246,10 @@ QUANTIZE = torch.ops.fp8compile.quantize.default
 QUANTIZE_TRANSPOSED = torch.ops.fp8compile.quantize_transposed.default
 SCALED_MM = torch.ops.fp8compile.scaled_mm.default
 SCALED_GROUPED_MM = torch.ops.fp8compile.scaled_grouped_mm.default
-COMPUTE_BLOCK_SCALE = torch.ops.fp8compile.compute_block_scale.default
 QUANTIZE_BLOCK = torch.ops.fp8compile.quantize_block.default
 BLOCK_SCALED_MM = torch.ops.fp8compile.block_scaled_mm.default
 
-CASTS = (COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, COMPUTE_BLOCK_SCALE, QUANTIZE_BLOCK)
+CASTS = (COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, QUANTIZE_BLOCK)
 GEMMS = (SCALED_MM, SCALED_GROUPED_MM, BLOCK_SCALED_MM)
 
 SHAPE_RULES: dict[Any, Callable[..., tuple[list[Any], torch.dtype]]] = {
@@ -279,8 +257,6 @@ SHAPE_RULES: dict[Any, Callable[..., tuple[list[Any], torch.dtype]]] = {
     QUANTIZE: _data_shape,
     SCALED_MM: _product_shape,
     SCALED_GROUPED_MM: _product_shape,
-    COMPUTE_BLOCK_SCALE: _block_scale_shape,
-    QUANTIZE_BLOCK: _block_data_shape,
     BLOCK_SCALED_MM: _block_product_shape,
 }
 """Shape and dtype of each operator's result, which is contiguous, from its arguments."""
@@ -305,3 +281,18 @@ def _quantize_transposed_shapes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape, _ = _data_shape(x, row_scale, dtype, True, multiples)
     return x.new_empty(shape, dtype=dtype), row_scale.new_empty([1] * x.dim())
+
+
+@torch.library.register_fake("fp8compile::quantize_block", lib=_LIBRARY)
+def _quantize_block_shapes(
+    x: torch.Tensor,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    power_of_two: bool,
+    transpose: bool,
+    multiples: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape, _ = _data_shape(x, x, dtype, transpose, multiples)
+    counts = [(size + step - 1) // step for size, step in zip(x.shape, block, strict=True)]
+    scales = x.new_empty(counts, dtype=torch.float32)
+    return x.new_empty(shape, dtype=dtype), scales.mT if transpose else scales

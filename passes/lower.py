@@ -95,24 +95,25 @@ def _quantize_transposed(
     return _laid_out(build, data, dtype, multiples), scale
 
 
-def _compute_block_scale(
-    build: Builder, x: Any, block: list[int], dtype: torch.dtype, power_of_two: bool
-) -> torch.fx.Node:
-    """On a CPU our operator: Inductor's loops there leave out what is beyond the last whole block."""
-    if value(x).device.type == "cpu":
-        return build.call(ops.COMPUTE_BLOCK_SCALE, x, block, dtype, power_of_two)
-    return _stored(build, formulas.compute_block_scale(build.call, x, value(x).shape, block, dtype, power_of_two))
-
-
 def _quantize_block(
-    build: Builder, x: Any, scale: Any, block: list[int], dtype: torch.dtype, transpose: bool, multiples: list[int]
-) -> torch.fx.Node:
+    build: Builder,
+    x: Any,
+    block: list[int],
+    dtype: torch.dtype,
+    power_of_two: bool,
+    transpose: bool,
+    multiples: list[int],
+) -> torch.fx.Node | tuple[torch.fx.Node, torch.fx.Node]:
+    """What ``fuse_block_casts`` has left. On a CPU our operator: Inductor's loops there leave out what is beyond the
+    last whole block."""
     if value(x).device.type == "cpu":
-        return build.call(ops.QUANTIZE_BLOCK, x, scale, block, dtype, transpose, multiples)
-    data = formulas.quantize_block(build.call, x, scale, value(x).shape, block, dtype)
+        return build.call(ops.QUANTIZE_BLOCK, x, block, dtype, power_of_two, transpose, multiples)
+    shape = value(x).shape
+    scale = _stored(build, formulas.compute_block_scale(build.call, x, shape, block, dtype, power_of_two))
+    data = formulas.quantize_block(build.call, x, scale, shape, block, dtype)
     if transpose:
-        data = build.call(aten.permute.default, data, [1, 0])
-    return _laid_out(build, data, dtype, multiples)
+        data, scale = (build.call(aten.permute.default, node, [1, 0]) for node in (data, scale))
+    return _laid_out(build, data, dtype, multiples), scale
 
 
 def _block_scaled_mm(
@@ -194,7 +195,6 @@ LOWERINGS: dict[Any, Callable[..., torch.fx.Node | tuple[torch.fx.Node, ...]]] =
     ops.QUANTIZE_TRANSPOSED: _quantize_transposed,
     ops.SCALED_MM: _scaled_mm,
     ops.SCALED_GROUPED_MM: _scaled_grouped_mm,
-    ops.COMPUTE_BLOCK_SCALE: _compute_block_scale,
     ops.QUANTIZE_BLOCK: _quantize_block,
     ops.BLOCK_SCALED_MM: _block_scaled_mm,
 }

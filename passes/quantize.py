@@ -94,25 +94,42 @@ class _CastWriter:
             return self._write_with_one_scale(plan, found, kind)
         late = self._belongs_in_backward(plan, found)
         matrix = self._matrix(plan, found, late)
+        counted = f"{kind} in {'backward' if late or self.origin[plan.source] == 'grad_output' else 'forward'}"
+        if plan.block is not None:
+            return self._write_blocks(plan, found, late, matrix, counted)
         scale = self._scale(plan, found, late, matrix)
         data = self._once(
             (plan.data_key, late),
             lambda build: build.call(
-                *(
-                    (ops.QUANTIZE, matrix, scale)
-                    if plan.block is None
-                    else (ops.QUANTIZE_BLOCK, matrix, scale, list(plan.block))
-                ),
-                plan.cast.dtype,
-                plan.transpose,
-                list(plan.multiples),
+                ops.QUANTIZE, matrix, scale, plan.cast.dtype, plan.transpose, list(plan.multiples)
             ),
             after=max(matrix, scale),
             found=found,
             late=late,
-            counted=f"{kind} in {'backward' if late or self.origin[plan.source] == 'grad_output' else 'forward'}",
+            counted=counted,
         )
-        return data, self._scale_as_read(plan, found, scale, data)
+        if len(plan.dims) == 1:
+            rows = _transposed(Builder(self.graph, found.node, before=found.node), scale) if plan.transpose else scale
+            return data, self._padded(plan, found, rows, data)
+        return data, scale
+
+    def _write_blocks(
+        self, plan: CastPlan, found: FoundMatmul, late: bool, matrix: torch.fx.Node, counted: str
+    ) -> tuple[torch.fx.Node, torch.fx.Node]:
+        assert plan.block is not None
+        block, cast = list(plan.block), plan.cast
+        both = self._once(
+            (plan.data_key, late),
+            lambda build: build.call(
+                ops.QUANTIZE_BLOCK, matrix, block, cast.dtype, cast.power_of_two, plan.transpose, list(plan.multiples)
+            ),
+            after=matrix,
+            found=found,
+            late=late,
+            counted=counted,
+        )
+        data, scale = self._part(both, 0), self._part(both, 1)
+        return data, self._padded(plan, found, scale, data) if 1 in block else scale
 
     def _write_with_one_scale(
         self, plan: CastPlan, found: FoundMatmul, kind: Operand
@@ -154,6 +171,13 @@ class _CastWriter:
         """The node that shows the operand as a matrix, free of dtype conversions if its source may be read instead."""
         if late and self.origin[plan.source] == "input":
             return self._converted_matrix(plan, found)
+        narrowed = value(plan.operand).dtype.itemsize < value(plan.source).dtype.itemsize
+        if plan.block is not None and self.origin[plan.source] != "weight" and narrowed:
+            # the cast is a kernel of its own, which is to read 16 bits of what is computed in 32
+            key = (plan.matrix_key, value(plan.operand).dtype)
+            if key not in self.made:
+                self.made[key] = self._converted_matrix(plan, found)
+            return self.made[key]
         if plan.matrix_key in self.made:
             return self.made[plan.matrix_key]
         shown = plan.operand if plan.views and plan.views[-1][2] is None else None  # the matrix is this transposed
@@ -190,13 +214,7 @@ class _CastWriter:
         return self._once(
             (plan.scale_key, late),
             lambda build: build.call(
-                *(
-                    (ops.COMPUTE_SCALE, matrix, list(plan.dims))
-                    if plan.block is None
-                    else (ops.COMPUTE_BLOCK_SCALE, matrix, list(plan.block))
-                ),
-                plan.cast.dtype,
-                plan.cast.power_of_two,
+                ops.COMPUTE_SCALE, matrix, list(plan.dims), plan.cast.dtype, plan.cast.power_of_two
             ),
             after=matrix,
             found=found,
@@ -215,18 +233,10 @@ class _CastWriter:
                 self.kept_scales.add(plan.scale_key)
         return plan.scale_key in self.kept_scales
 
-    def _scale_as_read(
-        self, plan: CastPlan, found: FoundMatmul, scale: torch.fx.Node, data: torch.fx.Node
-    ) -> torch.fx.Node:
-        """The scale with its rows where the data's are, padded as they are."""
-        if len(plan.dims) > 1:
-            return scale
+    def _padded(self, plan: CastPlan, found: FoundMatmul, scale: torch.fx.Node, data: torch.fx.Node) -> torch.fx.Node:
+        """A scale per row with as many rows as the data."""
+        missing = value(data).shape[-2] - value(scale).shape[-2] if plan.multiples[0] != 1 else 0
         build = Builder(self.graph, found.node, before=found.node)
-        if plan.transpose:
-            scale = _transposed(build, scale)
-        if plan.multiples[0] == 1 or (plan.block is not None and 1 not in plan.block):
-            return scale
-        missing = value(data).shape[-2] - value(scale).shape[-2]
         return build.call(aten.constant_pad_nd.default, scale, [0, 0, 0, int(missing)], 1.0) if missing else scale
 
     def _once(

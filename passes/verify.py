@@ -132,13 +132,12 @@ def _scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
     return None
 
 
-def _block_scale_fits(node: torch.fx.Node, chip: Chip) -> str | None:
-    x, scale, block = value(node.args[0]), value(node.args[1]), node.args[2]  # type: ignore[arg-type]
-    if scale.dtype != torch.float32:
-        return f"scale is {scale.dtype}, not float32"
-    if x.dim() != 2 or scale.dim() != 2 or any(map(_differ, scale.shape, _blocks(x.shape, block))):
-        return f"scale {tuple(scale.shape)} is not one number per block {block} of {tuple(x.shape)}"
-    return None
+def _block_lies_along_the_contraction(node: torch.fx.Node, chip: Chip) -> str | None:
+    x, (_, block, _, _, transpose, _) = value(node.args[0]), node.args  # type: ignore[arg-type]
+    if x.dim() != 2:
+        return f"scales for blocks of {x.dim()} dimensions"
+    along = block[0 if transpose else 1]  # type: ignore[index]
+    return None if along == BLOCK else f"block {block} has {along} along the contraction"
 
 
 def _block_scales_match_operands(node: torch.fx.Node, chip: Chip) -> str | None:
@@ -156,8 +155,8 @@ def _blocks(shape: Any, block: Any) -> list[Any]:
 
 def _only_gemms_read_fp8(node: torch.fx.Node, chip: Chip) -> str | None:
     both = node.args[0] if node.target is operator.getitem and node.args[1] == 0 else None
-    transposed = isinstance(both, torch.fx.Node) and both.target is ops.QUANTIZE_TRANSPOSED
-    if node.op != "call_function" or not (node.target in (ops.QUANTIZE, ops.QUANTIZE_BLOCK) or transposed):
+    is_part = isinstance(both, torch.fx.Node) and both.target in (ops.QUANTIZE_TRANSPOSED, ops.QUANTIZE_BLOCK)
+    if node.op != "call_function" or not (node.target is ops.QUANTIZE or is_part):
         return None
     wrong = [u.name for u in node.users if u.op != "output" and u.target not in MAY_READ_FP8]
     return f"FP8 data read by {', '.join(wrong)}" if wrong else None
@@ -173,9 +172,7 @@ RULES: list[tuple[Any, Rule]] = [
     (ops.QUANTIZE, _quantizes_to_fp8),
     (ops.QUANTIZE_TRANSPOSED, _scale_fits),
     (ops.QUANTIZE_TRANSPOSED, _has_a_scale_per_row),
-    (ops.COMPUTE_BLOCK_SCALE, _scale_is_float32),
-    (ops.QUANTIZE_BLOCK, _block_scale_fits),
-    (ops.QUANTIZE_BLOCK, _quantizes_to_fp8),
+    (ops.QUANTIZE_BLOCK, _block_lies_along_the_contraction),
     *((gemm, rule) for gemm in ops.GEMMS for rule in GEMM_RULES),
     (ops.SCALED_MM, _scales_match_operands),
     (ops.SCALED_GROUPED_MM, _scales_match_operands),

@@ -31,4 +31,5 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> CastRecorder:
     record = CastRecorder()
     monkeypatch.setattr(formulas, "quantize", record.quantize)
     monkeypatch.setattr(formulas, "quantize_transposed", record.quantize_transposed)
+    monkeypatch.setattr(formulas, "quantize_block", record.quantize_block)
     return record

@@ -24,7 +24,7 @@ import fp8compile
 from fp8compile import formulas
 from fp8compile.report import Report
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_hp_wgrad", "rowwise_once")
+RECIPES = ("tensorwise", "rowwise", "rowwise_hp_wgrad", "rowwise_once", "block")
 OUT_DB = 18.0
 GRAD_DB = 17.0
 
@@ -165,7 +165,7 @@ class CastRecorder:
     """Stands in for the casts of ``formulas``: keeps what is cast, and to which bytes, whenever one is executed."""
 
     def __init__(self) -> None:
-        self.original = formulas.quantize, formulas.quantize_transposed
+        self.original = formulas.quantize, formulas.quantize_transposed, formulas.quantize_block
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def quantize(self, call: Any, x: Any, scale: Any, dtype: torch.dtype) -> Any:
@@ -181,6 +181,13 @@ class CastRecorder:
                 x = next(source for source, made in self.casts if torch.equal(made, x.view(torch.uint8)))
             self.casts.append((x.detach().clone(), data.mT.contiguous().view(torch.uint8)))
         return data, scale
+
+    def quantize_block(self, call: Any, x: Any, scale: Any, shape: Any, block: Any, dtype: torch.dtype) -> Any:
+        before = len(self.casts)
+        data = self.original[2](call, x, scale, shape, block, dtype)
+        if call is formulas.apply:
+            self.casts[before:] = [(x.detach().clone(), data.contiguous().view(torch.uint8).clone())]
+        return data
 
     def bytes_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """The bytes of each cast so far whose input equals ``tensor`` or its transpose, in the orientation of

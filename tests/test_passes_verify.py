@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 import fp8compile as fp8
 from fp8compile import Policy
 from fp8compile.hardware import CHIPS
-from fp8compile.ops import COMPUTE_SCALE, QUANTIZE, QUANTIZE_TRANSPOSED, SCALED_MM
+from fp8compile.ops import BLOCK_SCALED_MM, COMPUTE_SCALE, QUANTIZE, QUANTIZE_BLOCK, QUANTIZE_TRANSPOSED, SCALED_MM
 from fp8compile.passes import PassContext, PassRecord, VerificationError, run_passes
 from fp8compile.passes.verify import RULES, verify
 from fp8compile.recipe import E4M3, E5M2, RECIPES
@@ -146,11 +146,28 @@ def scale_without_dimensions(graph: Graph, nodes: dict[str, Node]) -> None:
     nodes["out"].args = (a, b, one, scale_b, *rest)
 
 
+def block_along_the_rows(graph: Graph, nodes: dict[str, Node]) -> None:
+    with graph.inserting_after(nodes["a"]):
+        call(graph, QUANTIZE_BLOCK, nodes["x"], [128, 1], E4M3, False, False, [1, 1])
+
+
+def block_scales_of_other_rows(graph: Graph, nodes: dict[str, Node]) -> None:
+    with graph.inserting_before(nodes["out"]):
+        scale = placeholder(graph, "scale", 47, 1, dtype=torch.float32)
+        call(graph, BLOCK_SCALED_MM, nodes["a"], nodes["b"], nodes["scale_x"], nodes["scale_w"], None, torch.bfloat16)
+        broken = graph.call_function(
+            BLOCK_SCALED_MM, (nodes["a"], nodes["b"], scale, nodes["scale_w"], None, torch.float32)
+        )
+        broken.meta["val"] = nodes["out"].meta["val"]
+
+
 BROKEN: list[tuple[Callable[[Graph, dict[str, Node]], None], str, str]] = [
     (without_value, "has_value", "no meta['val']"),
     (read_by_arithmetic, "only_gemms_read_fp8", "read by add"),
     (transposed_with_scales_along_the_columns, "has_a_scale_per_row", "(1, 64) is not one number per row"),
     (transposed_data_read_by_arithmetic, "only_gemms_read_fp8", "read by add"),
+    (block_along_the_rows, "block_lies_along_the_contraction", "[128, 1] has 1 along the contraction"),
+    (block_scales_of_other_rows, "block_scales_match_operands", "scale of a is (47, 1), its data (48, 64)"),
     (half_precision_scale, "scale_is_float32", "torch.bfloat16"),
     (half_precision_scale, "scale_fits", "torch.bfloat16"),
     (scale_of_another_tensor, "scale_fits", "(32, 1) does not broadcast to (48, 64)"),

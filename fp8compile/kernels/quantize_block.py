@@ -88,18 +88,18 @@ def launch_quantize_block(
     multiples: tuple[int, int] | None,
     transposed_multiples: tuple[int, int] | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Run :func:`fp8compile.ops.compute_block_scale` and :func:`fp8compile.ops.quantize_block` in one kernel.
+    """Run :func:`fp8compile.ops.quantize_block` for one or both layouts in one kernel.
 
     Args:
         x: ``[R, C]``, neither zero, with contiguous rows: bfloat16, float16 or float32.
-        dtype, power_of_two: as in ``compute_block_scale``.
+        dtype, power_of_two: as in ``quantize_block``.
         square: one scale for 128x128 elements; else for 128 along the contraction.
         multiples: as in ``quantize_block``, of the data ``[R, C]``, divisors of 128; None if those are not wanted.
         transposed_multiples: the same for the data ``[C, R]``.
 
     Returns:
         Data, their scales ``[R or ceil(R / 128), ceil(C / 128)]``, transposed data, and their scales
-        ``[ceil(R / 128), C or ceil(C / 128)]``, which are the same tensor if ``square``. None for what is not wanted.
+        ``[C or ceil(C / 128), ceil(R / 128)]``, not contiguous. None for what is not wanted.
 
     Raises:
         ValueError: for other shapes or strides.
@@ -148,12 +148,12 @@ def launch_quantize_block(
         num_warps=8,
         num_stages=1,
     )
-    scale, transposed_scale = written.get("scale"), written.get("transposed_scale")
+    scale, turned = written.get("scale"), written.get("scale" if square else "transposed_scale")
     return (
         written.get("data"),
         scale if multiples else None,
         written.get("transposed"),
-        (scale if square else transposed_scale) if transposed_multiples else None,
+        turned.permute(1, 0) if turned is not None and transposed_multiples else None,
     )
 
 
