@@ -26,7 +26,7 @@ SHAPES = {
     "llama-3-8b": Shape(4096, 32, 14336, 8192, kv_heads=8),
     "gpt-7b": Shape(4096, 32, 16384, 8192),
     "llama-70b/tp8": Shape(8192, 8, 3584, 8192, kv_heads=1),
-    "small": Shape(1024, 8, 4096, 4096),
+    "small": Shape(1024, 8, 4096, 4096, kv_heads=8),
 }
 
 

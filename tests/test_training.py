@@ -228,7 +228,8 @@ def test_memory_budget_recomputes_the_same_bytes(recipe: str, recorder: CastReco
 @pytest.mark.parametrize(("engine", "recipe"), [*(("eager", recipe) for recipe in RECIPES), ("inductor", "tensorwise")])
 def test_autocast_casts_float32_to_fp8_directly(engine: str, recipe: str) -> None:
     """Under autocast the float32 parameters are read by the FP8 casts themselves: no bf16 copy of a weight in the
-    forward. Outputs are bf16 and gradients float32, as in eager."""
+    forward. Outputs are bf16 and gradients float32, as in eager. (A block cast of an activation, a kernel of its own,
+    reads bf16.)"""
     model = mlp()
     x = normal(32, 64)
 
@@ -258,7 +259,7 @@ def test_autocast_casts_float32_to_fp8_directly(engine: str, recipe: str) -> Non
         copies = [node for node in readers if "convert" in str(node.target) or "_to_copy" in str(node.target)]
         assert not copies, f"{weight} is copied to another dtype"
     read = [node.args[0].meta["val"].dtype for node in fp8_nodes(graph) if "quantize" in str(node.target)]
-    assert read.count(torch.float32) >= 5, "x once and both weights twice"
+    assert read.count(torch.float32) >= (4 if recipe == "block" else 5), "x once and both weights twice"
 
 
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
@@ -349,7 +350,7 @@ def test_micro_batches_cast_the_same_weight_bytes(recipe: str, recorder: CastRec
         single[seed] = [run_.grads[name] for name, _ in model.named_parameters()]  # type: ignore[misc]
     found = [recorder.bytes_of(weight) for weight in weights]
     assert [len(casts) for casts in found] == [10, 10]
-    if recipe == "tensorwise":
+    if recipe in ("tensorwise", "block"):
         for casts in found:
             assert all(torch.equal(data, casts[0]) for data in casts), "fprop and dgrad read the same bytes"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from fp8compile.options import Options
 from fp8compile.preview.lowering import Lowered, Runner, previewing
 
 Model = Callable[..., Any]
+
+_numbers = itertools.count()
 
 
 def lower_step(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], chip: Chip, options: Options) -> Lowered:
@@ -46,7 +49,8 @@ def compiled(model: Model, chip: Chip, options: Options, lowered: Lowered, runne
     def step(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    step.__code__ = step.__code__.replace(co_name="preview")
+    # Dynamo remembers by a function's name and place which of its sizes have changed, and makes those dynamic.
+    step.__code__ = step.__code__.replace(co_name=f"preview_{next(_numbers)}")
     function = torch.compile(step, backend=backend)
 
     def unlimited(*args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch._inductor.virtualized import V
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from fp8compile.hardware import Chip
+from fp8compile.passes.dataflow import size_hint
 from fp8compile.recipe import LARGEST
 
 aten = torch.ops.aten
@@ -126,7 +128,8 @@ def _user_defined(kernel: ir.UserDefinedTritonKernel, phase: Phase, chip: Chip) 
         sizes[buffer.get_name() in changed][buffer.get_name()] = numel * buffer.get_dtype().itemsize
     name = function.fn.__name__
     is_gemm = {"M", "N", "K"} <= set(arguments)
-    flops = 2 * arguments.get("BATCH", 1) * arguments["M"] * arguments["N"] * arguments["K"] if is_gemm else 0
+    sides = [_hint(arguments.get(name, 1)) for name in ("BATCH", "M", "N", "K")]
+    flops = 2 * math.prod(sides) if is_gemm else 0
     shown = arguments["a"] if is_gemm else next(a for a in arguments.values() if isinstance(a, torch.fx.Node))
     maker = "fp8compile" if function.fn.__module__.startswith("fp8compile.") else "user"
     return _timed(
@@ -137,7 +140,7 @@ def _user_defined(kernel: ir.UserDefinedTritonKernel, phase: Phase, chip: Chip) 
         name.removesuffix("_kernel"),
         sum(sizes[False].values()),
         sum(sizes[True].values()),
-        int(flops),
+        flops,
         shown.meta["val"].dtype,
         chip,
     )
@@ -162,7 +165,7 @@ def _timed(
 
 
 def _flops(origin: torch.fx.Node, packet: Any) -> int:
-    args, kwargs = torch.fx.map_arg((origin.args, origin.kwargs), lambda node: node.meta["val"])
+    args, kwargs, out = torch.fx.map_arg((origin.args, origin.kwargs, origin), lambda node: _sized(node.meta["val"]))
     if packet in ATTENTION:
         shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
         # every query head has its keys; torch 2.11 does not count keys that several heads share
@@ -172,7 +175,19 @@ def _flops(origin: torch.fx.Node, packet: Any) -> int:
         return int(count) // (2 if causal else 1)
     if packet not in flop_registry:
         return 0
-    return int(flop_registry[packet](*args, **kwargs, out_val=origin.meta["val"]))
+    return int(flop_registry[packet](*args, **kwargs, out_val=out))
+
+
+def _sized(leaf: Any) -> Any:
+    """A tensor of hints where sizes are dynamic: counting by them adds no guard."""
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty([_hint(size) for size in leaf.shape], dtype=leaf.dtype, device="meta")
+    return _hint(leaf) if isinstance(leaf, torch.SymInt) else leaf
+
+
+def _hint(size: Any) -> int:
+    """A size, or the one that a dynamic size had when it was traced."""
+    return size_hint(size.meta["val"] if isinstance(size, torch.fx.Node) else size)
 
 
 def _operators(node: BaseSchedulerNode) -> str:
