@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.backend import collect_reports, fp8
+from fp8compile.fake_tensors import FakeTensors
 from fp8compile.report import Report
 from fp8compile.saved import measure_saved_bytes
 
@@ -16,7 +20,8 @@ from fp8compile.saved import measure_saved_bytes
 def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Report:
     """Print and return the report of ``model`` on these inputs: for every matmul and collective, FP8 or not and why.
 
-    The model runs once, forward, op by op. Training is assumed where gradients are enabled and something requires one.
+    The model runs once, forward, op by op; where a weight or an input is on the ``meta`` device, on fake tensors.
+    Training is assumed where gradients are enabled and something requires one.
 
     Args:
         model: a module or function; if it was compiled with ``backend="fp8"``, its options are used.
@@ -38,14 +43,27 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     # Dynamo keeps what it compiled with the code object: a new one leaves the model's own compilations alone
     explained.__code__ = explained.__code__.replace(co_name="explained")
     before = dict(counters["graph_break"])
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if _has_meta_tensors(original, args, kwargs):
+        context = mode = FakeTensorMode(allow_non_fake_inputs=True)
+        fakes = FakeTensors(mode)
+        original = fakes.model(original)
+        args, kwargs = pytree.tree_map(fakes.tensor, (args, kwargs))
     unlimited = torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
-    with unlimited, collect_reports(measure_saved_bytes) as report:
+    with context, unlimited, collect_reports(measure_saved_bytes) as report:
         torch.compile(explained, backend=backend)(*args, **kwargs)
     for reason, count in counters["graph_break"].items():
         report.graph_breaks += [reason] * (count - before.get(reason, 0))
     del report.graph_breaks[:1]  # the first break is counted twice: in ``explained``, then in the model by itself
     print(report)
     return report
+
+
+def _has_meta_tensors(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    weights = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+    return any(
+        isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*weights, *pytree.tree_leaves((args, kwargs)))
+    )
 
 
 def _uncompiled(model: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

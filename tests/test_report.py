@@ -169,3 +169,18 @@ def test_listener_sees_the_graph_before_and_after(raises: bool) -> None:
     assert "fp8compile" not in before
     assert "fp8compile.scaled_mm" in after
     assert "aten.addmm" not in after
+
+
+@pytest.mark.parametrize("policy", ["all", "none"])
+def test_explains_a_model_without_values(policy: str) -> None:
+    """On the meta device, as on the CPU; tied weights stay tied."""
+    reports = []
+    for device in ("cpu", "meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(device, torch.bfloat16)
+        model[2].weight = model[0].weight
+        x = torch.zeros(32, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+        reports.append(fp8.explain(model, x, options={"policy": policy}))
+    on_cpu, on_meta = reports
+    assert on_meta.rows == on_cpu.rows
+    assert len(on_meta.rows) == 6
+    assert on_meta.saved == on_cpu.saved

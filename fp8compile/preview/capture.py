@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.backend import compile_with
+from fp8compile.fake_tensors import FakeTensors
 from fp8compile.hardware import Chip
 from fp8compile.options import Options
 from fp8compile.preview.lowering import Lowered, Runner, previewing
@@ -28,10 +28,10 @@ def lower_step(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], chip
     Weights and inputs may be on any device, ``meta`` and fake ones too; only their shapes are used.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    stand_ins = _StandIns(mode)
+    fakes = FakeTensors(mode)
     lowered = Lowered()
-    fake_model = stand_ins.model(model)
-    fake_args, fake_kwargs = pytree.tree_map(stand_ins.tensor, (args, kwargs))
+    fake_model = fakes.model(model)
+    fake_args, fake_kwargs = pytree.tree_map(fakes.tensor, (args, kwargs))
     with mode, autocast_as_on_gpu():
         outputs = compiled(fake_model, chip, options, lowered)(*fake_args, **fake_kwargs)
         wanted = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
@@ -58,32 +58,6 @@ def compiled(model: Model, chip: Chip, options: Options, lowered: Lowered, runne
             return function(*args, **kwargs)
 
     return unlimited
-
-
-class _StandIns:
-    """Fake CPU tensors for real ones, the same for the same."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
-        self.known: dict[int, Any] = {}
-
-    def tensor(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in self.known:
-            with self.mode:
-                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-            if isinstance(leaf, torch.nn.Parameter):
-                fake = torch.nn.Parameter(fake, requires_grad=leaf.requires_grad)
-            self.known[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
-        return self.known[id(leaf)]
-
-    def model(self, model: Model) -> Model:
-        """A copy with fake parameters and buffers; tied ones stay tied. What is not a module is used as it is."""
-        if not isinstance(model, torch.nn.Module):
-            return model
-        tensors = [*model.parameters(), *model.buffers()]
-        return copy.deepcopy(model, {id(tensor): self.tensor(tensor) for tensor in tensors})
 
 
 def autocast_as_on_gpu() -> contextlib.AbstractContextManager[Any]:

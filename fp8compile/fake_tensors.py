@@ -1,0 +1,36 @@
+"""Fake CPU tensors in place of a model's: shapes and dtypes without memory, whatever device the model is on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+class FakeTensors:
+    """Fake CPU tensors for real ones, the same for the same."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.known: dict[int, Any] = {}
+
+    def tensor(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self.known:
+            with self.mode:
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+            if isinstance(leaf, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, requires_grad=leaf.requires_grad)
+            self.known[id(leaf)] = fake.requires_grad_(leaf.requires_grad)
+        return self.known[id(leaf)]
+
+    def model(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """A copy of a module with fake parameters and buffers; tied ones stay tied. A function is used as it is."""
+        if not isinstance(model, torch.nn.Module):
+            return model
+        tensors = [*model.parameters(), *model.buffers()]
+        return copy.deepcopy(model, {id(tensor): self.tensor(tensor) for tensor in tensors})
