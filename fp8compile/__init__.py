@@ -13,6 +13,7 @@ from fp8compile.recipe import RECIPES, Cast, Gemm, Recipe
 from fp8compile.site import CollectiveSite, Decision, MatmulSite, keep, use
 
 if TYPE_CHECKING:
+    from fp8compile.aot_inductor import aoti_compile_and_package
     from fp8compile.backend import collect_reports, fp8
     from fp8compile.explanation import explain
     from fp8compile.preview.result import Preview, preview
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 
 _IMPORTED_WHEN_USED = {
+    "aoti_compile_and_package": "fp8compile.aot_inductor",
     "fp8": "fp8compile.backend",
     "collect_reports": "fp8compile.backend",
     "explain": "fp8compile.explanation",
@@ -50,6 +52,7 @@ __all__ = [
     "Preview",
     "Recipe",
     "Report",
+    "aoti_compile_and_package",
     "collect_reports",
     "explain",
     "fp8",

@@ -92,9 +92,7 @@ def compile_with(
         engine.before_joint,
         _measure() if patches.get("max_autotune", inductor_config.max_autotune) else None,
     )
-    for key, ours in (("joint_custom_pre_pass", _JointPass), ("post_grad_custom_pre_pass", _PostGradPass)):
-        users = patches.get(key, getattr(inductor_config, key))
-        patches[key] = ours(compilation, users)
+    patches |= _our_passes(compilation, patches)
     inner: dict[str, Any] = {"inner_compile": engine.inner_compile} if engine.inner_compile else {}
     if options.reuse_weight_casts:
         inner["inner_compile"] = compilation.weight_casts.around(engine.inner_compile or compile_fx_inner)
@@ -105,6 +103,27 @@ def compile_with(
             gm, example_inputs, config_patches=patches, decompositions=tracing_decompositions(), **inner
         )
     return compiled
+
+
+def exported_patches(exported: torch.export.ExportedProgram, options: Options) -> dict[str, Any]:
+    """Settings of Inductor with which it compiles an exported program as we would."""
+    patches = options.config_patches()
+    signature = exported.graph_signature
+    weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    inputs = tuple(
+        GraphInput(weights.get(node.name, node.name), node.name in weights)
+        for node in exported.graph.nodes
+        if node.op == "placeholder"
+    )
+    measure = _measure() if patches.get("max_autotune", inductor_config.max_autotune) else None
+    compilation = _Compilation(options, inputs, DebugFolder.create(options.debug), measure=measure)
+    return {**patches, **_our_passes(compilation, patches)}
+
+
+def _our_passes(compilation: _Compilation, patches: dict[str, Any]) -> dict[str, Any]:
+    """Settings that put our passes behind those that ``patches``, or Inductor's settings, name."""
+    hooks = {"joint_custom_pre_pass": _JointPass, "post_grad_custom_pre_pass": _PostGradPass}
+    return {key: ours(compilation, patches.get(key, getattr(inductor_config, key))) for key, ours in hooks.items()}
 
 
 @contextlib.contextmanager
