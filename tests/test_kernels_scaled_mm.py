@@ -4,6 +4,7 @@ refuses; and how a launch looks in a graph. Its machine code is tested in test_m
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -190,6 +191,16 @@ def test_tiles_do_not_change_the_result(interpreter: InterpreterProcess, config:
     m, n = 9 * config.block_m - 3 if config is TOKENS_16 else config.block_m + 5, config.block_n + 16
     a, b = integers(m, 144), integers(n, 144)
     assert torch.equal(_configured(interpreter, a, b, config), a.float() @ b.float().T)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_stages_do_not_change_a_byte(interpreter: InterpreterProcess, stages: int) -> None:
+    a, b = normals(70, 272), normals(144, 272)
+    staged = dataclasses.replace(TOKENS_64, num_stages=stages)
+    assert torch.equal(
+        _configured(interpreter, a, b, staged).view(torch.int32),
+        _configured(interpreter, a, b, TOKENS_64).view(torch.int32),
+    )
 
 
 def _configured(

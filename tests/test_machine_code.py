@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
+import fp8compile
 from fp8compile.hardware import CHIPS
 from fp8compile.kernels.block_scaled_mm import launch_block_scaled_mm
 from fp8compile.kernels.configs import RULES, SQUARE, TOKENS_16, TOKENS_64, WIDE, TileConfig
@@ -369,6 +370,29 @@ def test_result_is_stored_128_bits_at_a_time(gemms: dict[str, MachineCode], name
     elements = spec.constexprs["BLOCK_M"] * spec.constexprs["BLOCK_N"] // threads(spec)
     assert gemms[name].vector_stores >= elements // 8
     assert gemms[name].instructions(r"STG\.E(?!.*\.128)") == 0
+
+
+def test_one_stage_multiplies_as_four_do() -> None:
+    """Pipelining moves loads, not products: the same tensor core instructions, and nothing spilled."""
+    one, four = (
+        compile_kernel(spec)
+        for stages in (1, 4)
+        for spec in specs_of(
+            f"{stages} stages", launch_scaled_mm, *operands(E4M3, E4M3), None, torch.bfloat16, True,
+            config=dataclasses.replace(SQUARE, num_stages=stages), split=1,
+        )
+    )  # fmt: skip
+    assert one.tensor_core == four.tensor_core
+    assert one.tensor_core["QGMMA"]
+    assert one.spills == four.spills == 0
+    assert one.shared_bytes < four.shared_bytes
+
+
+def test_no_kernel_is_warp_specialized() -> None:
+    """Triton has compiled such kernels to wrong code: one that is must be compared with itself without it."""
+    sources = [path.read_text() for path in (Path(fp8compile.__path__[0]) / "kernels").glob("*.py")]
+    assert len(sources) > 8
+    assert not any("warp_specialize" in source for source in sources)
 
 
 def test_modes_cover_the_configurations() -> None:

@@ -80,6 +80,7 @@ def sum_splits_kernel(
     for split in tl.static_range(SPLIT_K):
         first_row = (batch * SPLIT_K + split).to(tl.int64) * M
         offsets = (first_row + rows)[:, None] * N + columns[None, :]
+        tl.static_assert(offsets.dtype == tl.int64, "offsets in a matrix may pass 2**31")
         sums += tl.load(partials + offsets, mask=inside, other=0.0)
     finish_tile(
         sums, row, column, batch.to(tl.int64) * M, M, N,
