@@ -7,7 +7,7 @@ from typing import IO, Any
 
 import torch
 
-from fp8compile.backend import exported_patches
+from fp8compile.backend import compiling_exported
 from fp8compile.options import OptionError, Options
 
 
@@ -34,8 +34,8 @@ def aoti_compile_and_package(
     parsed = Options.parse(options)
     if parsed.engine != "inductor":
         raise OptionError(f"aoti_compile_and_package: option 'engine' must be 'inductor', not {parsed.engine!r}")
-    patches = exported_patches(exported, parsed)
-    if parsed.reuse_weight_casts:
-        patches["aot_inductor.use_runtime_constant_folding"] = True
     where: Any = os.fspath(package_path) if isinstance(package_path, os.PathLike) else package_path  # torch compares
-    return str(torch._inductor.aoti_compile_and_package(exported, package_path=where, inductor_configs=patches))
+    with compiling_exported(parsed) as patches:
+        if parsed.reuse_weight_casts:
+            patches["aot_inductor.use_runtime_constant_folding"] = True
+        return str(torch._inductor.aoti_compile_and_package(exported, package_path=where, inductor_configs=patches))

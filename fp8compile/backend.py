@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
@@ -85,14 +86,8 @@ def compile_with(
 ) -> Callable[..., Any]:
     """Take a captured graph through our passes and Inductor's, and let ``engine`` compile what comes out."""
     patches = {**options.config_patches(), **engine.patches}
-    compilation = _Compilation(
-        options,
-        _graph_inputs(gm, example_inputs),
-        DebugFolder.create(options.debug),
-        engine.before_joint,
-        _measure() if patches.get("max_autotune", inductor_config.max_autotune) else None,
-    )
-    patches |= _our_passes(compilation, patches)
+    compilation = _Compilation.of(options, patches, _graph_inputs(gm, example_inputs), engine.before_joint)
+    patches |= compilation.hooks(patches)
     inner: dict[str, Any] = {"inner_compile": engine.inner_compile} if engine.inner_compile else {}
     if options.reuse_weight_casts:
         inner["inner_compile"] = compilation.weight_casts.around(engine.inner_compile or compile_fx_inner)
@@ -105,25 +100,17 @@ def compile_with(
     return compiled
 
 
-def exported_patches(exported: torch.export.ExportedProgram, options: Options) -> dict[str, Any]:
-    """Settings of Inductor with which it compiles an exported program as we would."""
+@contextlib.contextmanager
+def compiling_exported(options: Options) -> Iterator[dict[str, Any]]:
+    """Inside, AOTInductor compiles as we do, if it is given these settings.
+
+    The graph that it shows our passes holds weights itself, by their names, so that no input is one.
+    """
     patches = options.config_patches()
-    signature = exported.graph_signature
-    weights = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    inputs = tuple(
-        GraphInput(weights.get(node.name, node.name), node.name in weights)
-        for node in exported.graph.nodes
-        if node.op == "placeholder"
-    )
-    measure = _measure() if patches.get("max_autotune", inductor_config.max_autotune) else None
-    compilation = _Compilation(options, inputs, DebugFolder.create(options.debug), measure=measure)
-    return {**patches, **_our_passes(compilation, patches)}
-
-
-def _our_passes(compilation: _Compilation, patches: dict[str, Any]) -> dict[str, Any]:
-    """Settings that put our passes behind those that ``patches``, or Inductor's settings, name."""
-    hooks = {"joint_custom_pre_pass": _JointPass, "post_grad_custom_pre_pass": _PostGradPass}
-    return {key: ours(compilation, patches.get(key, getattr(inductor_config, key))) for key, ours in hooks.items()}
+    patches |= _Compilation.of(options, patches, inputs=()).hooks(patches)
+    with_ours = functools.partial(compile_fx, decompositions=tracing_decompositions())
+    with mock.patch("torch._inductor.compile_fx.compile_fx", with_ours):  # AOTInductor has no argument for them
+        yield patches
 
 
 @contextlib.contextmanager
@@ -157,6 +144,23 @@ class _Compilation:
     measure: Measure | None = None
     report: GraphReport | None = None
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        patches: dict[str, Any],
+        inputs: tuple[GraphInput, ...],
+        before_joint: Callable[[torch.fx.Graph], None] | None = None,
+    ) -> _Compilation:
+        """One with ``patches`` to Inductor's settings, which say whether GEMMs are measured."""
+        measure = _measure() if patches.get("max_autotune", inductor_config.max_autotune) else None
+        return cls(options, inputs, DebugFolder.create(options.debug), before_joint, measure)
+
+    def hooks(self, patches: dict[str, Any]) -> dict[str, Any]:
+        """Settings that put our passes behind those that ``patches``, or Inductor's settings, name."""
+        passes = {"joint_custom_pre_pass": _JointPass, "post_grad_custom_pre_pass": _PostGradPass}
+        return {key: ours(self, patches.get(key, getattr(inductor_config, key))) for key, ours in passes.items()}
 
     def context(self) -> PassContext:
         options = self.options

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.backend import collect_reports, fp8
-from fp8compile.fake_tensors import FakeTensors
+from fp8compile.fake_tensors import as_fakes
 from fp8compile.report import Report
 from fp8compile.saved import measure_saved_bytes
 
@@ -33,6 +33,10 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     """
     original, compiled_with = _uncompiled(model)
     chosen = {**(compiled_with if options is None else options), "engine": "eager"}
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if _has_meta_tensors(original, args, kwargs):
+        context = mode = FakeTensorMode(allow_non_fake_inputs=True)
+        original, args, kwargs = as_fakes(mode, original, args, kwargs)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return fp8(gm, example_inputs, options=chosen)  # a backend of its own: nothing compiled earlier is reused
@@ -43,12 +47,6 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
     # Dynamo keeps what it compiled with the code object: a new one leaves the model's own compilations alone
     explained.__code__ = explained.__code__.replace(co_name="explained")
     before = dict(counters["graph_break"])
-    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if _has_meta_tensors(original, args, kwargs):
-        context = mode = FakeTensorMode(allow_non_fake_inputs=True)
-        fakes = FakeTensors(mode)
-        original = fakes.model(original)
-        args, kwargs = pytree.tree_map(fakes.tensor, (args, kwargs))
     unlimited = torch._dynamo.config.patch(recompile_limit=1 << 20, accumulated_recompile_limit=1 << 20)
     with context, unlimited, collect_reports(measure_saved_bytes) as report:
         torch.compile(explained, backend=backend)(*args, **kwargs)

@@ -7,10 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-class FakeTensors:
+def as_fakes(
+    mode: FakeTensorMode, model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A model and its inputs with fake tensors of ``mode``; what is one tensor in both stays one."""
+    fakes = _FakeTensors(mode)
+    return fakes.model(model), *pytree.tree_map(fakes.tensor, (args, kwargs))
+
+
+class _FakeTensors:
     """Fake CPU tensors for real ones, the same for the same."""
 
     def __init__(self, mode: FakeTensorMode) -> None:

@@ -120,10 +120,11 @@ def origins(graph: torch.fx.Graph, inputs: tuple[GraphInput, ...]) -> dict[torch
 
 
 def weight_names(graph: torch.fx.Graph, inputs: tuple[GraphInput, ...]) -> dict[torch.fx.Node, str]:
-    """The names of the placeholders that are parameters."""
+    """The names of the parameters: of placeholders, and of what the graph's module holds, as of exported programs."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     named = ((node, input_of(node, i, inputs)) for i, node in enumerate(placeholders))
-    return {node: source.name for node, source in named if source is not None and source.is_parameter}
+    given = {node: source.name for node, source in named if source is not None and source.is_parameter}
+    return given | {node: str(node.target) for node in graph.nodes if node.op == "get_attr"}
 
 
 def root(node: torch.fx.Node) -> torch.fx.Node:

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.backend import compile_with
-from fp8compile.fake_tensors import FakeTensors
+from fp8compile.fake_tensors import as_fakes
 from fp8compile.hardware import Chip
 from fp8compile.options import Options
 from fp8compile.preview.lowering import Lowered, Runner, previewing
@@ -28,10 +28,8 @@ def lower_step(model: Model, args: tuple[Any, ...], kwargs: dict[str, Any], chip
     Weights and inputs may be on any device, ``meta`` and fake ones too; only their shapes are used.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = FakeTensors(mode)
     lowered = Lowered()
-    fake_model = fakes.model(model)
-    fake_args, fake_kwargs = pytree.tree_map(fakes.tensor, (args, kwargs))
+    fake_model, fake_args, fake_kwargs = as_fakes(mode, model, args, kwargs)
     with mode, autocast_as_on_gpu():
         outputs = compiled(fake_model, chip, options, lowered)(*fake_args, **fake_kwargs)
         wanted = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
