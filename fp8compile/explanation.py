@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8compile.backend import collect_reports, fp8
-from fp8compile.fake_tensors import as_fakes
+from fp8compile.fake_tensors import as_fakes, tensors_of
 from fp8compile.report import Report
 from fp8compile.saved import measure_saved_bytes
 
@@ -58,10 +58,8 @@ def explain(model: Callable[..., Any], *args: Any, options: dict[str, Any] | Non
 
 
 def _has_meta_tensors(model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    weights = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
-    return any(
-        isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*weights, *pytree.tree_leaves((args, kwargs)))
-    )
+    leaves = (*tensors_of(model), *pytree.tree_leaves((args, kwargs)))
+    return any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves)
 
 
 def _uncompiled(model: Callable[..., Any]) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -19,6 +19,15 @@ def as_fakes(
     return fakes.model(model), *pytree.tree_map(fakes.tensor, (args, kwargs))
 
 
+def tensors_of(model: Callable[..., Any]) -> list[torch.Tensor]:
+    """A module's parameters and buffers, and what else it holds that is not on the CPU; of a function none."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    attributes = (leaf for module in model.modules() for leaf in pytree.tree_leaves(vars(module)))
+    elsewhere = [leaf for leaf in attributes if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"]
+    return [*model.parameters(), *model.buffers(), *elsewhere]
+
+
 class _FakeTensors:
     """Fake CPU tensors for real ones, the same for the same."""
 
@@ -38,8 +47,7 @@ class _FakeTensors:
         return self.known[id(leaf)]
 
     def model(self, model: Callable[..., Any]) -> Callable[..., Any]:
-        """A copy of a module with fake parameters and buffers; tied ones stay tied. A function is used as it is."""
+        """A copy of a module with fake tensors; tied ones stay tied. A function is used as it is."""
         if not isinstance(model, torch.nn.Module):
             return model
-        tensors = [*model.parameters(), *model.buffers()]
-        return copy.deepcopy(model, {id(tensor): self.tensor(tensor) for tensor in tensors})
+        return copy.deepcopy(model, {id(tensor): self.tensor(tensor) for tensor in tensors_of(model)})

@@ -184,3 +184,29 @@ def test_explains_a_model_without_values(policy: str) -> None:
     assert on_meta.rows == on_cpu.rows
     assert len(on_meta.rows) == 6
     assert on_meta.saved == on_cpu.saved
+
+
+class HoldsTensors(nn.Module):
+    """Tensors that are neither parameters nor buffers, one of them in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 32)
+        self.factor = torch.ones(64)
+        self.more = [torch.ones(64)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.factor + self.more[0])
+
+
+def test_explains_and_previews_what_holds_other_tensors_without_values() -> None:
+    rows = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            rows.append(fp8.explain(HoldsTensors(), torch.zeros(32, 64), options={"policy": "all"}).rows)
+    assert rows[0] == rows[1]
+    assert len(rows[0]) == 2
+    pytest.importorskip("triton")
+    with torch.device("meta"):
+        preview = fp8.preview(HoldsTensors(), torch.zeros(32, 64), target="h100", options={"policy": "all"})
+    assert [(row.module, row.role) for row in preview.report.rows] == [(row.module, row.role) for row in rows[0]]
